@@ -1,0 +1,1 @@
+"""What runs below the operators: settings, processors, errors, the world."""

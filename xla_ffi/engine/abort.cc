@@ -1,0 +1,362 @@
+// Everything that happens when an operation cannot go on as planned: deadline,
+// dead peers, mismatched calls, aborts of others.  Slow path only.
+#include <sched.h>
+
+#include <cstdio>
+
+#include "engine/op.h"
+
+namespace strata::detail {
+namespace {
+
+constexpr uint64_t kMs = 1'000'000;
+constexpr uint64_t kStallNs = 2000 * kMs;  // idle rule of mismatch detection
+
+std::string Seconds(uint64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+std::string Where(const Op& op) {
+  const Comm& comm = op.comm();
+  return comm.world().Name(comm.self().world) + ", " +
+         op.binding->instance->Describe() + ", launch " +
+         std::to_string(op.key.launch) + ", execution " +
+         std::to_string(op.key.instance & ((uint64_t{1} << 40) - 1));
+}
+
+std::string DescribePost(const Description& d, const Key& k) {
+  std::vector<int64_t> dims;
+  for (int i = 0; i < d.dims_used; ++i) {
+    dims.push_back(static_cast<int64_t>(d.dims[i]));
+  }
+  return DescribeCall(static_cast<OpKind>(d.op),
+                      static_cast<ReduceOp>(d.reduce),
+                      static_cast<DType>(d.dtype), dims, d.leaves,
+                      d.group_size) +
+         " (launch " + std::to_string(k.launch) + ")";
+}
+
+// Ranks the op still waits for, from its cursor on.
+std::vector<int> MissingRanks(const Op& op) {
+  std::vector<int> missing;
+  if (op.at != Op::At::kStages) {
+    if (Missing(op) >= 0) missing.push_back(op.comm().rank(Missing(op)).world);
+    return missing;
+  }
+  const Stage& s = op.binding->plan.stages[static_cast<size_t>(op.stage)];
+  for (size_t i = op.cursor; i < s.needs.size(); ++i) {
+    const int p = s.needs[i];
+    PeerPost post;
+    const bool there = op.found[p].slot != nullptr || Find(op, p, &post);
+    const Slot* slot = op.found[p].slot ? op.found[p].slot : post.slot;
+    if (!there || Progress(*slot) < static_cast<uint64_t>(op.stage)) {
+      missing.push_back(op.comm().rank(p).world);
+    }
+  }
+  return missing;
+}
+
+std::string Names(const World& world, const std::vector<int>& ranks) {
+  std::string s;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    s += (i ? ", " : "") + world.Name(ranks[i]);
+  }
+  return s.empty() ? "nobody" : s;
+}
+
+// What the other rank called instead, if it stands in its posting table.
+bool DifferentPost(const Op& op, int position, Key* key, Description* d) {
+  const Control* c = op.comm().rank(position).shadow;
+  for (int i = 0; i < kSlots; ++i) {
+    uint64_t progress;
+    Phase phase;
+    if (Inspect(c->slots[i], key, d, &progress, &phase) &&
+        key->comm == op.key.comm && key->launch == op.key.launch &&
+        progress != kDone && !Sites::Known(key->site)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool HaveOwn(const Op& op, const Key& key) {
+  for (int i = 0; i < kSlots; ++i) {
+    if (Match(op.state->control->slots[i], key) != 0) return true;
+  }
+  return false;
+}
+
+// A post of the peer that counts on me and that I have no counterpart for.
+bool OrphanAt(const Op& op, int position, Key* key, Description* d) {
+  const Control* c = op.comm().rank(position).shadow;
+  const uint64_t my_bit = RankBit(op.comm().self().world);
+  for (int i = 0; i < kSlots; ++i) {
+    uint64_t progress;
+    Phase phase;
+    if (Inspect(c->slots[i], key, d, &progress, &phase) &&
+        phase == Phase::kPosted && progress != kDone &&
+        (d->member_mask & my_bit) != 0 && !HaveOwn(op, *key)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Failure MismatchWith(const Op& op, int position, const std::string& theirs) {
+  const Comm& comm = op.comm();
+  return {ErrorKind::kMismatch,
+          "ranks of one group called different collectives: " +
+              comm.world().Name(comm.self().world) + " called " +
+              op.binding->instance->Describe() + " (launch " +
+              std::to_string(op.key.launch) + "), " +
+              comm.world().Name(comm.rank(position).world) + " " + theirs +
+              ". All ranks must run the same program with the same shapes and "
+              "dtypes"};
+}
+
+// An abort that started at `position`, in this rank's words.
+Failure Echo(const Op& op, int position, const CommEntry* entry) {
+  const Comm& comm = op.comm();
+  const uint64_t cause =
+      entry != nullptr ? entry->cause.load(std::memory_order_acquire) : 0;
+  const auto kind = static_cast<ErrorKind>(cause & 0xff);
+  const int culprit = static_cast<int>(cause >> 8);
+  const World& world = comm.world();
+  const std::string who =
+      culprit < world.size() ? world.Name(culprit) : "a rank";
+  const std::string by = world.Name(comm.rank(position).world);
+  switch (kind) {
+    case ErrorKind::kMismatch: {
+      Key key;
+      Description d;
+      const std::string theirs =
+          DifferentPost(op, position, &key, &d)
+              ? "called " + DescribePost(d, key)
+              : "called something else in this launch";
+      return MismatchWith(op, position, theirs);
+    }
+    case ErrorKind::kPeerLost:
+      return {kind, who + " died during " + op.binding->instance->Describe() +
+                        " (found by " + by + "; " + Where(op) + ")"};
+    case ErrorKind::kDeadlineExceeded:
+      return {kind, by + " gave up waiting for " + who + " (" + Where(op) +
+                        "); the operation is aborted on all ranks"};
+    default:
+      return {kind == ErrorKind::kNone ? ErrorKind::kInvalidUsage : kind,
+              by + " aborted the launch (" + Where(op) + ")"};
+  }
+}
+
+}  // namespace
+
+bool Abort(Op* op, const Failure& why, int culprit) {
+  Comm& comm = op->comm();
+  Control* own = op->state->control;
+  const bool posted = op->slot >= 0 && op->at != Op::At::kClaim;
+  if (posted) {
+    SetPhase(op->own(), own, op->gen, Phase::kAbortReq);
+    // The decisive look: a rank that succeeded did so before it could see the
+    // request, so everything it saw is visible here too.
+    if (!comm.Aborted(op->key.launch) && Ready(op) > 0) {
+      SetPhase(op->own(), own, op->gen, Phase::kPosted);
+      return false;
+    }
+  }
+  Count(op->world().counters().aborts);
+  comm.AbortLaunch(op->key.launch, why, culprit);
+  if (posted) SetPhase(op->own(), own, op->gen, Phase::kAborted);
+  // The launch ends here with an error, so this rank will not come to its
+  // other communicators either: tell their members now.
+  Module* module = op->binding->instance->module();
+  std::vector<Comm*> others;
+  {
+    std::lock_guard<std::mutex> lock(module->mutex);
+    others = module->comms;
+  }
+  for (Comm* c : others) {
+    if (c == &comm || c->self().world != comm.self().world) continue;
+    const uint64_t ordinal = c->OrdinalOf(op->run_id);
+    if (ordinal != 0) {
+      c->AbortLaunch(ordinal, why, culprit);
+    } else {
+      c->Break(why, culprit);
+    }
+    c->self().rw->abort_epoch.fetch_add(1, std::memory_order_seq_cst);
+    c->WakeGroup();
+  }
+  if (posted) AckSources(*op, false);
+  comm.WakeGroup();
+  if (posted) {
+    if (op->binding->transport == Transport::kDirect) {
+      // Exit rule after an abort: readers are threads of this process; each
+      // notices within one check and acknowledges.
+      op->at = Op::At::kExit;
+      op->aborted = true;
+      op->cursor = 0;
+      while (Ready(op) == 0) sched_yield();
+    }
+    ReleaseSlot(op);
+  }
+  return true;
+}
+
+bool Confirm(Op* op, Failure* failure) {
+  Comm& comm = op->comm();
+  if (comm.Aborted(op->key.launch)) {
+    *failure = comm.Why();
+    Abort(op, *failure, comm.self().world);
+    return false;
+  }
+  for (int p : op->binding->plan.sources) {
+    const PeerPost& post = op->found[p];
+    if (AbortEpoch(comm.rank(p).shadow) == post.epoch) continue;
+    for (;;) {
+      const uint64_t state = StateOf(*post.slot);
+      if (state == MakeState(post.gen, Phase::kPosted)) break;
+      if (PhaseOf(state) == Phase::kAbortReq &&
+          !comm.world().Dead(comm.rank(p).process)) {
+        // It resolves in a few instructions, unless its process was stopped.
+        const uint64_t now = NowNs();
+        if (op->start_ns == 0) op->start_ns = now;
+        if (now - op->start_ns < op->world().settings().timeout_ns) {
+          sched_yield();
+          continue;
+        }
+      }
+      *failure = Echo(*op, p, comm.PeerEntry(p));
+      comm.AbortLaunch(op->key.launch, *failure, comm.rank(p).world);
+      Abort(op, *failure, comm.rank(p).world);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
+  Comm& comm = op->comm();
+  const Rank& peer = comm.rank(position);
+  const CommEntry* entry = comm.PeerEntry(position);
+  const uint64_t ordinal =
+      entry != nullptr ? entry->ordinal.load(std::memory_order_acquire) : 0;
+  Key key;
+  Description d;
+  PeerPost post;
+  // The peer's launch is over and it never made this call.
+  if (ordinal > op->key.launch && !Find(*op, position, &post)) {
+    *failure = MismatchWith(
+        *op, position,
+        "finished its launch without it and is in launch " +
+            std::to_string(ordinal));
+    return true;
+  }
+  // The peer made a call, in this very launch, that this process never
+  // compiled.
+  if (ordinal == op->key.launch && DifferentPost(*op, position, &key, &d)) {
+    *failure = MismatchWith(*op, position, "called " + DescribePost(d, key));
+    return true;
+  }
+  // Both wait for calls that the other has not made, and nobody computes.
+  if (!OrphanAt(*op, position, &key, &d)) {
+    op->idle_since_ns = 0;
+    return false;
+  }
+  const Control* theirs =
+      op->world().arena().Shadow(peer.process, 0);
+  const Control* mine =
+      op->world().arena().Shadow(comm.self().process, 0);
+  const uint64_t beat = theirs->beat_ns.load(std::memory_order_acquire);
+  const uint64_t their_cpu = theirs->cpu_ns.load(std::memory_order_relaxed);
+  const uint64_t my_cpu = mine->cpu_ns.load(std::memory_order_relaxed);
+  const bool stopped = now > beat && now - beat > 1000 * kMs;
+  if (op->idle_since_ns == 0 || stopped ||
+      their_cpu - op->idle_peer_cpu > 100 * kMs ||
+      my_cpu - op->idle_own_cpu > 100 * kMs) {
+    op->idle_since_ns = now;
+    op->idle_peer_cpu = their_cpu;
+    op->idle_own_cpu = my_cpu;
+    return false;
+  }
+  if (now - op->idle_since_ns < kStallNs) return false;
+  *failure = MismatchWith(*op, position,
+                          "waits in " + DescribePost(d, key) + " instead");
+  return true;
+}
+
+bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
+  Comm& comm = op->comm();
+  World& world = op->world();
+  const uint64_t launch = op->key.launch;
+  if (op->at == Op::At::kExit) return false;  // success already; only drains
+  auto fail = [&](Failure why, int culprit) {
+    if (!Abort(op, why, culprit)) return false;
+    *failure = std::move(why);
+    return true;
+  };
+  if (comm.Aborted(launch)) {
+    Failure why = comm.Why();
+    return fail(why, comm.self().world);
+  }
+  const uint64_t waited = now - op->start_ns;
+  if (op->at == Op::At::kStages) {
+    const Stage& s = op->binding->plan.stages[static_cast<size_t>(op->stage)];
+    for (size_t i = op->cursor; i < s.needs.size(); ++i) {
+      const int p = s.needs[i];
+      PeerPost& post = op->found[p];
+      const CommEntry* entry = comm.PeerEntry(p);
+      const bool aborted =
+          (post.slot != nullptr &&
+           PhaseOf(StateOf(*post.slot)) == Phase::kAborted) ||
+          (entry != nullptr &&
+           (entry->aborted.load(std::memory_order_seq_cst) >= launch ||
+            entry->broken.load(std::memory_order_acquire) != 0));
+      if (aborted) {
+        Failure why = Echo(*op, p, entry);
+        const int culprit = static_cast<int>(
+            entry != nullptr
+                ? entry->cause.load(std::memory_order_acquire) >> 8
+                : static_cast<uint64_t>(comm.rank(p).world));
+        // Not retracted even if everything arrived meanwhile: the peer's
+        // abort is final.
+        comm.AbortLaunch(launch, why, culprit);
+        return fail(why, culprit);
+      }
+      if (world.Dead(comm.rank(p).process)) {
+        return fail({ErrorKind::kPeerLost,
+                     world.Name(comm.rank(p).world) + " died; " + Where(*op) +
+                         " cannot complete"},
+                    comm.rank(p).world);
+      }
+    }
+    if (waited > 100 * kMs) {
+      for (size_t i = op->cursor; i < s.needs.size(); ++i) {
+        const int p = s.needs[i];
+        Failure why;
+        if (op->found[p].slot == nullptr && FindMismatch(op, now, p, &why)) {
+          return fail(why, comm.rank(p).world);
+        }
+      }
+    }
+  }
+  if (waited >= world.settings().timeout_ns) {
+    const std::vector<int> missing = MissingRanks(*op);
+    const std::string what =
+        op->at == Op::At::kClaim
+            ? "no posting slot became free (its readers are late)"
+            : "still missing: " + Names(world, missing);
+    return fail({ErrorKind::kDeadlineExceeded,
+                 "waited " + Seconds(waited) + " (STRATACL_TIMEOUT); " + what +
+                     "; " + Where(*op)},
+                missing.empty() ? comm.self().world : missing[0]);
+  }
+  if (!op->warned && waited >= world.settings().warn_after_ns) {
+    op->warned = true;
+    std::fprintf(stderr, "stratacl: warn: %s has waited %s for %s\n",
+                 Where(*op).c_str(), Seconds(waited).c_str(),
+                 Names(world, MissingRanks(*op)).c_str());
+  }
+  return false;
+}
+
+}  // namespace strata::detail

@@ -1,0 +1,145 @@
+// Owns: one execution of one collective on one rank, from its post to its last
+// acknowledgement.  Invariants: an Op is driven by one thread at a time; it
+// never waits longer than the budget it is given; it ends in exactly one of
+// kDone and kFailed, and after that no peer reads memory of XLA on its behalf.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/instance.h"
+#include "fabric/world.h"
+
+namespace strata {
+
+enum class Outcome { kDone, kFailed, kPending };
+
+// What this process remembers about a slot of one of its ranks.
+struct LocalSlot {
+  std::atomic<uint32_t> claimed{0};  // 0 idle (perhaps draining), 1 in use
+  std::atomic<uint64_t> gen{0};
+  Comm* comm = nullptr;  // of the last operation; nullptr = never used
+  uint64_t launch = 0;
+  bool all_read = false;
+  int one_reader = -1;
+  bool displaced = false;
+  bool queued = false;  // waits in RankState::windows to give its window back
+  void* window = nullptr;  // arena memory
+  uint64_t window_bytes = 0;
+  std::vector<const void*> in;
+  std::vector<void*> out;
+};
+
+struct RankState {
+  Control* control = nullptr;
+  std::unique_ptr<LocalSlot[]> slots;
+  // Slots whose arena window is to be given back once every reader is done.
+  std::atomic<uint32_t> windows_lock{0};
+  std::vector<int> windows;
+};
+
+// A peer's post, found.
+struct PeerPost {
+  const Slot* slot = nullptr;
+  int index = 0;
+  uint64_t gen = 0;
+  uint64_t epoch = 0;  // the peer's abort_epoch before the match
+  const unsigned char* window = nullptr;
+  const void* const* inputs = nullptr;
+  void* const* outputs = nullptr;
+};
+
+struct Op {
+  enum class At : uint8_t { kClaim, kStages, kExit };
+
+  Binding* binding = nullptr;
+  RankState* state = nullptr;
+  Key key;
+  int64_t run_id = 0;
+  uint64_t gen = 0;
+  int slot = -1;
+  At at = At::kClaim;
+  int stage = 0;
+  size_t cursor = 0;       // needs (or readers) before it are satisfied
+  bool aborted = false;  // kExit only drains what may still be read
+  uint64_t start_ns = 0, check_ns = 0;
+  bool warned = false;
+  // Idle rule: what the suspect's heartbeat said when the stall was first seen.
+  uint64_t idle_since_ns = 0, idle_peer_cpu = 0, idle_own_cpu = 0;
+  unsigned char* window = nullptr;
+  // Operands while there is no slot to keep them in.
+  const void* const* in = nullptr;
+  void* const* out = nullptr;
+  std::vector<const void*> kept_in;
+  std::vector<void*> kept_out;
+  PeerPost found[kMaxRanks];
+
+  Comm& comm() const { return *binding->comm; }
+  World& world() const { return binding->comm->world(); }
+  Slot* own() const { return &state->control->slots[slot]; }
+  LocalSlot& local() const { return state->slots[static_cast<size_t>(slot)]; }
+};
+
+class Engine {
+ public:
+  explicit Engine(World* world);
+
+  // Posts and runs.  Waits at most the in-place budget; kPending hands out an
+  // Op that somebody must Continue until it is not pending.
+  Outcome Start(Binding* b, int64_t run_id, const void* const* in,
+                void* const* out, std::unique_ptr<Op>* pending,
+                Failure* failure);
+  static Outcome Continue(Op* op, uint64_t budget_ns, Failure* failure);
+
+ private:
+  World* world_;
+  std::vector<RankState> ranks_;  // by local index
+};
+
+// Pieces of the engine, apart only for their size.  All take the op's thread.
+namespace detail {
+
+inline int HomeBucket(const Key& k) {
+  const uint64_t h = (k.comm ^ (k.site * 0x9e3779b97f4a7c15u) ^
+                      (k.instance >> 52) * 0xd6e8feb86659fd93u);
+  return static_cast<int>((h >> 17) % kBuckets);
+}
+
+bool Drained(const RankState& rank, int slot);
+bool TryClaim(Op* op);
+void Post(Op* op);
+bool Find(const Op& op, int position, PeerPost* post);
+// 1: go on; 0: not yet; -1: look closer (something failed or changed).
+int Ready(Op* op);
+// Group position the op waits for (valid after Ready() returned 0).
+int Missing(const Op& op);
+void RunStage(const Op& op, const Stage& stage);
+void ReleaseSlot(Op* op);
+void WakeReaders(const Op& op);
+void AckSources(const Op& op, bool wake);
+
+// True if the op is over (failure filled); false to keep waiting.
+bool SlowCheck(Op* op, uint64_t now_ns, Failure* failure);
+// False if the op turned out to be able to go on.
+bool Abort(Op* op, const Failure& why, int culprit);
+// After the last stage: whether every source still stands by its post.
+bool Confirm(Op* op, Failure* failure);
+bool FindMismatch(Op* op, uint64_t now_ns, int position, Failure* failure);
+
+}  // namespace detail
+
+// Flush-to-zero, denormals-are-zero, round-to-nearest: what XLA computes with.
+class FloatMode {
+ public:
+  FloatMode();
+  ~FloatMode();
+  FloatMode(const FloatMode&) = delete;
+  FloatMode& operator=(const FloatMode&) = delete;
+  static void SetForThread();
+
+ private:
+  uint64_t saved_;
+};
+
+}  // namespace strata

@@ -1,0 +1,405 @@
+// Claiming a slot, posting, finding the peers' posts, running a stage.
+#include <cstring>
+
+#include "engine/kernels.h"
+#include "engine/op.h"
+
+namespace strata::detail {
+namespace {
+
+// Whether reader `p` of launch `launch` will never again read on behalf of it:
+// its process is dead, or its own launch is over or aborted.
+bool Gone(const Comm& comm, int p, uint64_t launch) {
+  if (comm.world().Dead(comm.rank(p).process)) return true;
+  const CommEntry* e = comm.PeerEntry(p);
+  return e != nullptr &&
+         (e->ordinal.load(std::memory_order_acquire) > launch ||
+          e->aborted.load(std::memory_order_acquire) >= launch ||
+          e->broken.load(std::memory_order_acquire) != 0);
+}
+
+bool ReaderDone(const RankState& rank, int slot, const LocalSlot& local,
+                int p) {
+  return Acked(AckWord(rank.control, slot, p),
+               local.gen.load(std::memory_order_relaxed)) ||
+         Gone(*local.comm, p, local.launch);
+}
+
+void GiveWindowBack(LocalSlot* local) {
+  if (local->window == nullptr) return;
+  local->comm->world().arena().Free(local->window);
+  local->window = nullptr;
+  local->window_bytes = 0;
+}
+
+// Takes the slot if its last operation is over for everybody.
+bool TakeSlot(RankState* rank, int slot) {
+  LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+  uint32_t idle = 0;
+  // acquire pairs with ReleaseSlot: the fields are those its thread left.
+  if (local.claimed.load(std::memory_order_relaxed) != 0 ||
+      !local.claimed.compare_exchange_strong(idle, 1,
+                                             std::memory_order_acquire)) {
+    return false;
+  }
+  if (local.comm != nullptr && !Drained(*rank, slot)) {
+    local.claimed.store(0, std::memory_order_release);
+    return false;
+  }
+  return true;
+}
+
+class TryLock {
+ public:
+  explicit TryLock(std::atomic<uint32_t>& l)
+      : l_(l), held_(l.exchange(1, std::memory_order_acquire) == 0) {}
+  ~TryLock() {
+    if (held_) l_.store(0, std::memory_order_release);
+  }
+  bool held() const { return held_; }
+
+ private:
+  std::atomic<uint32_t>& l_;
+  bool held_;
+};
+
+// Large windows go back to the arena as soon as their readers are done, not
+// when their slot is next used: the next operation then finds them warm.
+void SweepWindows(RankState* rank) {
+  const TryLock lock(rank->windows_lock);
+  if (!lock.held()) return;
+  size_t keep = 0;
+  for (int slot : rank->windows) {
+    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+    if (TakeSlot(rank, slot)) {
+      GiveWindowBack(&local);
+      local.queued = false;
+      local.claimed.store(0, std::memory_order_release);
+    } else {
+      rank->windows[keep++] = slot;
+    }
+  }
+  rank->windows.resize(keep);
+}
+
+}  // namespace
+
+bool Drained(const RankState& rank, int slot) {
+  const LocalSlot& local = rank.slots[static_cast<size_t>(slot)];
+  if (local.all_read) {
+    const int n = local.comm->size();
+    for (int p = 0; p < n; ++p) {
+      if (p != local.comm->me() && !ReaderDone(rank, slot, local, p)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  return local.one_reader < 0 ||
+         ReaderDone(rank, slot, local, local.one_reader);
+}
+
+bool TryClaim(Op* op) {
+  Binding* b = op->binding;
+  RankState* rank = op->state;
+  const uint64_t n = b->count.load(std::memory_order_relaxed);
+  // Credit: at most kWays operations of one instance await their readers.
+  auto& past = b->past[n % kWays];
+  const int before = past.slot.load(std::memory_order_relaxed);
+  if (before >= 0) {
+    LocalSlot& old = rank->slots[static_cast<size_t>(before)];
+    if (old.gen.load(std::memory_order_acquire) ==
+        past.gen.load(std::memory_order_relaxed)) {
+      if (!TakeSlot(rank, before)) {
+        // Another binding may hold it by now; then its operation was drained.
+        if (old.gen.load(std::memory_order_acquire) ==
+            past.gen.load(std::memory_order_relaxed)) {
+          return false;
+        }
+      } else {
+        old.claimed.store(0, std::memory_order_release);
+      }
+    }
+  }
+  const int home = HomeBucket(op->key);
+  const int first = static_cast<int>(n & 1);
+  const int order[kWays] = {first, first ^ 1, 2, 3};
+  int slot = -1;
+  bool displaced = false;
+  for (int w = 0; w < kWays && slot < 0; ++w) {
+    if (TakeSlot(rank, home * kWays + order[w])) slot = home * kWays + order[w];
+  }
+  for (int d = 1; d < kBuckets && slot < 0; ++d) {
+    for (int w = 0; w < kWays && slot < 0; ++w) {
+      const int s = (home + d) % kBuckets * kWays + w;
+      if (TakeSlot(rank, s)) {
+        slot = s;
+        displaced = true;
+      }
+    }
+  }
+  if (slot < 0) return false;
+  LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+  Recycle(&rank->control->slots[slot]);
+  if (displaced != local.displaced) {
+    // seq_cst: a reader that misses the post in its home bucket and then reads
+    // a zero here would have to be ordered before this, hence before Publish.
+    if (displaced) {
+      rank->control->displaced.fetch_add(1, std::memory_order_seq_cst);
+    } else {
+      rank->control->displaced.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    local.displaced = displaced;
+  }
+  const uint64_t window_bytes = static_cast<uint64_t>(b->plan.window_bytes);
+  Arena& arena = op->world().arena();
+  if (!local.queued) GiveWindowBack(&local);
+  if (window_bytes == 0) {
+    op->window = nullptr;
+  } else if (window_bytes <= kInlineBytes) {
+    op->window = rank->control->slots[slot].inline_payload;
+  } else if (window_bytes <= arena.geometry().eager_bytes) {
+    op->window = arena.Payload(rank->control, slot);
+  } else {
+    SweepWindows(rank);
+    if (local.window_bytes < window_bytes) GiveWindowBack(&local);
+    if (local.window == nullptr) {
+      local.window = arena.Allocate(window_bytes);
+      local.window_bytes = window_bytes;
+      Count(op->world().counters().windows);
+    }
+    op->window = static_cast<unsigned char*>(local.window);
+  }
+  op->slot = slot;
+  op->gen = local.gen.load(std::memory_order_relaxed) + 1;
+  local.gen.store(op->gen, std::memory_order_release);
+  past.slot.store(slot, std::memory_order_relaxed);
+  past.gen.store(op->gen, std::memory_order_relaxed);
+  b->count.store(n + 1, std::memory_order_relaxed);
+  local.comm = b->comm;
+  local.launch = op->key.launch;
+  local.all_read = b->all_read_me;
+  local.one_reader = b->one_reader;
+  const size_t leaves = b->instance->spec().leaves.size();
+  local.in.assign(op->in, op->in + leaves);
+  local.out.assign(op->out, op->out + leaves);
+  op->in = local.in.data();
+  op->out = local.out.data();
+  return true;
+}
+
+void Post(Op* op) {
+  Binding* b = op->binding;
+  Slot* s = op->own();
+  Counters& counters = op->world().counters();
+  for (; op->stage < b->prologue; ++op->stage) {
+    RunStage(*op, b->plan.stages[static_cast<size_t>(op->stage)]);
+  }
+  if (b->transport == Transport::kDirect) {
+    Count(counters.direct_bytes, b->operand_bytes);
+  } else if (static_cast<uint64_t>(b->plan.window_bytes) >
+             op->world().arena().geometry().eager_bytes) {
+    Count(counters.staged_bytes, b->operand_bytes);
+  } else {
+    Count(counters.eager_bytes, b->operand_bytes);
+  }
+  WriteKey(s, op->key, b->description);
+  const LocalSlot& local = op->local();
+  // Published by the state word; a window inside the slot needs no address.
+  s->window.store(local.window == op->window
+                      ? reinterpret_cast<uint64_t>(op->window)
+                      : 0,
+                  std::memory_order_relaxed);
+  s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
+                  std::memory_order_relaxed);
+  s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
+                   std::memory_order_relaxed);
+  Publish(s, op->gen, static_cast<uint64_t>(op->stage));
+  WakeReaders(*op);
+}
+
+bool Find(const Op& op, int position, PeerPost* post) {
+  const Comm& comm = op.comm();
+  const Control* c = comm.rank(position).shadow;
+  const uint64_t epoch = AbortEpoch(c);
+  auto look = [&](int index) {
+    const Slot& s = c->slots[index];
+    const uint64_t gen = Match(s, op.key);
+    if (gen == 0) return false;
+    post->slot = &s;
+    post->index = index;
+    post->gen = gen;
+    post->epoch = epoch;
+    const uint64_t window = s.window.load(std::memory_order_relaxed);
+    const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
+    post->window =
+        window != 0 ? reinterpret_cast<const unsigned char*>(window)
+        : bytes <= kInlineBytes
+            ? s.inline_payload
+            : op.world().arena().Payload(const_cast<Control*>(c), index);
+    post->inputs = reinterpret_cast<const void* const*>(
+        s.inputs.load(std::memory_order_relaxed));
+    post->outputs = reinterpret_cast<void* const*>(
+        s.outputs.load(std::memory_order_relaxed));
+    return true;
+  };
+  const int home = HomeBucket(op.key);
+  // Ranks advance alike, so the peer most likely used the way that we did.
+  const int likely = op.slot >= 0 ? op.slot % kWays : 0;
+  for (int w = 0; w < kWays; ++w) {
+    if (look(home * kWays + (likely ^ w))) return true;
+  }
+  if (c->displaced.load(std::memory_order_seq_cst) != 0) {
+    for (int i = 0; i < kSlots; ++i) {
+      if (look(i)) return true;
+    }
+  }
+  return false;
+}
+
+int Ready(Op* op) {
+  if (op->at == Op::At::kClaim) return TryClaim(op) ? 1 : 0;
+  const Comm& comm = op->comm();
+  if (op->at == Op::At::kExit) {
+    // Exit rule: XLA may reuse operands and results once this op returns.
+    const int n = comm.size();
+    for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
+      const int p = static_cast<int>(op->cursor);
+      const bool reads = op->binding->all_read_me ? p != comm.me()
+                                                  : p == op->binding->one_reader;
+      if (!reads || Acked(AckWord(op->state->control, op->slot, p), op->gen)) {
+        continue;
+      }
+      // An aborted reader may be in the middle of a stage; it acknowledges
+      // when it leaves.  One that has not posted yet will find this slot
+      // ABORTED before it reads.
+      if (!op->aborted && !Gone(comm, p, op->key.launch)) return 0;
+      PeerPost post;
+      if (!comm.world().Dead(comm.rank(p).process) && Find(*op, p, &post) &&
+          PhaseOf(StateOf(*post.slot)) != Phase::kAborted &&
+          !Acked(AckWord(op->state->control, op->slot, p), op->gen)) {
+        return 0;
+      }
+    }
+    return 1;
+  }
+  const Stage& stage = op->binding->plan.stages[static_cast<size_t>(op->stage)];
+  const uint64_t required = static_cast<uint64_t>(op->stage);
+  for (; op->cursor < stage.needs.size(); ++op->cursor) {
+    const int p = stage.needs[op->cursor];
+    PeerPost& post = op->found[p];
+    if (post.slot == nullptr && !Find(*op, p, &post)) return 0;
+    if (required > 0 && Progress(*post.slot) < required) {
+      return StateOf(*post.slot) == MakeState(post.gen, Phase::kPosted) ? 0
+                                                                        : -1;
+    }
+    if (StateOf(*post.slot) != MakeState(post.gen, Phase::kPosted)) return -1;
+  }
+  return 1;
+}
+
+int Missing(const Op& op) {
+  switch (op.at) {
+    case Op::At::kClaim:
+      return -1;
+    case Op::At::kExit:
+      return op.cursor < static_cast<size_t>(op.comm().size())
+                 ? static_cast<int>(op.cursor)
+                 : -1;
+    case Op::At::kStages:
+      break;
+  }
+  const Stage& s = op.binding->plan.stages[static_cast<size_t>(op.stage)];
+  return op.cursor < s.needs.size() ? s.needs[op.cursor] : -1;
+}
+
+void RunStage(const Op& op, const Stage& stage) {
+  const int me = op.comm().me();
+  auto read = [&](const Addr& a) -> const unsigned char* {
+    const bool own = a.rank == me;
+    switch (a.space) {
+      case Space::kInput:
+        return static_cast<const unsigned char*>(
+                   own ? op.in[a.buffer] : op.found[a.rank].inputs[a.buffer]) +
+               a.offset;
+      case Space::kOutput:
+        return static_cast<const unsigned char*>(
+                   own ? op.out[a.buffer]
+                       : op.found[a.rank].outputs[a.buffer]) +
+               a.offset;
+      case Space::kWindow:
+        return (own ? op.window : op.found[a.rank].window) + a.offset;
+      case Space::kZero:
+        break;
+    }
+    return nullptr;
+  };
+  // Every stage so far writes its own rank's memory only.
+  auto write = [&](const Addr& a) -> unsigned char* {
+    return (a.space == Space::kWindow
+                ? op.window
+                : static_cast<unsigned char*>(op.out[a.buffer])) +
+           a.offset;
+  };
+  for (const Slice& s : stage.slices) {
+    if (s.src.space == Space::kZero) {
+      ZeroBytes(write(s.dst), static_cast<size_t>(s.bytes));
+    } else {
+      CopyBytes(write(s.dst), read(s.src), static_cast<size_t>(s.bytes));
+    }
+  }
+  const void* srcs[kMaxRanks];
+  for (const Reduce& r : stage.reduces) {
+    const int n = static_cast<int>(r.srcs.size());
+    for (int i = 0; i < n; ++i) srcs[i] = read(r.srcs[static_cast<size_t>(i)]);
+    ReduceN(srcs, n, write(r.dst), r.count, r.dtype, r.op);
+  }
+}
+
+void WakeReaders(const Op& op) {
+  const Comm& comm = op.comm();
+  const uint64_t bit = RankBit(comm.self().world);
+  for (int p : op.binding->plan.readers) {
+    if (NeedsWake(comm.rank(p).shadow, bit)) {
+      Wake(comm.rank(p).rw, bit);
+      Count(comm.world().counters().wakes);
+    }
+  }
+}
+
+void AckSources(const Op& op, bool wake) {
+  const Comm& comm = op.comm();
+  const uint64_t bit = RankBit(comm.self().world);
+  for (int p : op.binding->plan.sources) {
+    const PeerPost& post = op.found[p];
+    if (post.slot == nullptr) continue;
+    Ack(AckWord(comm.rank(p).rw, post.index, comm.me()), post.gen);
+  }
+  if (!wake) return;
+  // The acknowledgement (release) and the mask form a store-load race with the
+  // owner's Arm; here the owner sleeps for it, so it is ordered.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int p : op.binding->plan.sources) {
+    if (NeedsWake(comm.rank(p).shadow, bit)) Wake(comm.rank(p).rw, bit);
+  }
+}
+
+void ReleaseSlot(Op* op) {
+  LocalSlot& local = op->local();
+  const bool large = local.window != nullptr && !local.queued;
+  if (large) local.queued = true;
+  const int slot = op->slot;
+  RankState* rank = op->state;
+  local.claimed.store(0, std::memory_order_release);
+  if (!large) return;
+  for (;;) {
+    const TryLock lock(rank->windows_lock);
+    if (lock.held()) {
+      rank->windows.push_back(slot);
+      return;
+    }
+    CpuRelax();
+  }
+}
+
+}  // namespace strata::detail

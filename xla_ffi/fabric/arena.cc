@@ -1,0 +1,215 @@
+#include "fabric/arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "fabric/errors.h"
+
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
+namespace strata {
+namespace {
+
+constexpr size_t RoundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+std::string Errno() { return std::strerror(errno); }
+
+// A limit that would raise a signal (SIGXFSZ) or fail half-way is found here,
+// before anything is mapped.
+void CheckLimits(size_t span, int processes) {
+  rlimit r;
+  if (getrlimit(RLIMIT_FSIZE, &r) == 0 && r.rlim_cur != RLIM_INFINITY &&
+      r.rlim_cur < span) {
+    throw Error(ErrorKind::kResourceExhausted,
+                "RLIMIT_FSIZE (ulimit -f) is " + std::to_string(r.rlim_cur) +
+                    " bytes, the arena needs " + std::to_string(span) +
+                    "; raise it or set STRATACL_ARENA_SPAN");
+  }
+  const size_t need = span * (2 * static_cast<size_t>(processes) - 1);
+  if (getrlimit(RLIMIT_AS, &r) == 0 && r.rlim_cur != RLIM_INFINITY &&
+      r.rlim_cur < need) {
+    throw Error(ErrorKind::kResourceExhausted,
+                "RLIMIT_AS (ulimit -v) is " + std::to_string(r.rlim_cur) +
+                    " bytes, the fabric reserves " + std::to_string(need) +
+                    " of address space; raise it or set STRATACL_ARENA_SPAN");
+  }
+}
+
+int NewMemfd(size_t span) {
+  int fd = memfd_create("stratacl-arena",
+                        MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) {  // before Linux 6.3
+    fd = memfd_create("stratacl-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  }
+  if (fd < 0) {
+    throw Error(ErrorKind::kUnsupported, "memfd_create failed: " + Errno());
+  }
+  // Sealed against truncation: a peer's load can never raise SIGBUS.
+  if (ftruncate(fd, static_cast<off_t>(span)) != 0 ||
+      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    const std::string why = Errno();
+    close(fd);
+    throw Error(ErrorKind::kResourceExhausted,
+                "cannot size the arena's memfd: " + why);
+  }
+  return fd;
+}
+
+}  // namespace
+
+std::vector<uint64_t> CandidateBases() {
+  std::vector<uint64_t> bases;
+#if defined(__aarch64__)
+  // 39-bit kernels end at 512 GiB, 48-bit ones at 256 TiB.
+  for (uint64_t i = 0; i < 4; ++i) bases.push_back((64 + 64 * i) << 30);
+  for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x200000000000 + (i << 41));
+#else
+#if defined(__SANITIZE_THREAD__)
+  // ThreadSanitizer keeps application memory to a few fixed ranges; this is
+  // its heap-mapping range on x86-64.
+  for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x7e8000000000 + (i << 36));
+#endif
+  for (uint64_t i = 0; i < 16; ++i) bases.push_back(0x200000000000 + (i << 41));
+#endif
+  return bases;
+}
+
+bool RangeIsFree(uint64_t base, size_t bytes) {
+  void* want = reinterpret_cast<void*>(base);
+  void* p = mmap(want, bytes, PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE |
+                     MAP_FIXED_NOREPLACE,
+                 -1, 0);
+  if (p == MAP_FAILED) return false;
+  munmap(p, bytes);
+  return p == want;  // kernels before 4.17 take the address as a hint
+}
+
+ControlGeometry::ControlGeometry(size_t eager) {
+  eager_bytes = RoundUp(eager, 64);
+  payload_stride = RoundUp(eager_bytes, 64);
+  control_bytes = RoundUp(sizeof(Control) + kSlots * payload_stride, 1 << 21);
+}
+
+Arena::Arena(int process, int processes, uint64_t base, size_t span,
+             const ControlGeometry& geometry)
+    : process_(process),
+      processes_(processes),
+      base_(base),
+      span_(span),
+      geometry_(geometry),
+      heap_offset_(geometry.control_bytes * kMaxLocalRanks),
+      alias_(static_cast<size_t>(processes), nullptr) {
+  if (heap_offset_ + (size_t{1} << 30) > span) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "STRATACL_ARENA_SPAN of " + std::to_string(span) +
+                    " bytes leaves no room beside the posting tables of " +
+                    std::to_string(heap_offset_) +
+                    "; raise it or lower STRATACL_EAGER_BYTES");
+  }
+  CheckLimits(span, processes);
+  const size_t all = span * static_cast<size_t>(processes);
+  void* want = reinterpret_cast<void*>(base);
+  if (mmap(want, all, PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+           -1, 0) != want) {
+    throw Error(ErrorKind::kResourceExhausted,
+                "cannot reserve the arenas' address range: " + Errno());
+  }
+  int flags = MAP_FIXED | MAP_NORESERVE;
+  if (processes > 1) {
+    memfd_ = NewMemfd(span);
+    flags |= MAP_SHARED;
+  } else {
+    flags |= MAP_PRIVATE | MAP_ANONYMOUS;
+  }
+  void* mine = reinterpret_cast<void*>(Start(process));
+  if (mmap(mine, span, PROT_READ | PROT_WRITE, flags, memfd_, 0) != mine) {
+    const std::string why = Errno();
+    munmap(want, all);
+    if (memfd_ >= 0) close(memfd_);
+    throw Error(ErrorKind::kResourceExhausted, "cannot map the arena: " + why);
+  }
+  alias_[static_cast<size_t>(process)] = static_cast<unsigned char*>(mine);
+  allocator_ = std::make_unique<Allocator>(span - heap_offset_);
+}
+
+Arena::~Arena() {
+  for (int p = 0; p < processes_; ++p) {
+    if (p != process_ && alias_[static_cast<size_t>(p)] != nullptr) {
+      munmap(alias_[static_cast<size_t>(p)], heap_offset_);
+    }
+  }
+  munmap(reinterpret_cast<void*>(base_),
+         span_ * static_cast<size_t>(processes_));
+  if (memfd_ >= 0) close(memfd_);
+}
+
+void Arena::Attach(int p, int fd) {
+  struct stat st;
+  if (fstat(fd, &st) != 0 || static_cast<size_t>(st.st_size) != span_) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "process " + std::to_string(p) +
+                    " has an arena of another size; STRATACL_ARENA_SPAN must "
+                    "be the same on all ranks");
+  }
+  void* shadow = reinterpret_cast<void*>(Start(p));
+  if (mmap(shadow, span_, PROT_READ, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd,
+           0) != shadow) {
+    throw Error(ErrorKind::kResourceExhausted,
+                "cannot map the arena of process " + std::to_string(p) + ": " +
+                    Errno());
+  }
+  // Only the control blocks: nothing else of a peer is ever written.
+  void* alias = mmap(nullptr, heap_offset_, PROT_READ | PROT_WRITE,
+                     MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (alias == MAP_FAILED) {
+    throw Error(ErrorKind::kResourceExhausted,
+                "cannot map the control block of process " +
+                    std::to_string(p) + ": " + Errno());
+  }
+  alias_[static_cast<size_t>(p)] = static_cast<unsigned char*>(alias);
+}
+
+Control* Arena::Shadow(int p, int local) const {
+  return reinterpret_cast<Control*>(Start(p) +
+                                    geometry_.control_bytes *
+                                        static_cast<size_t>(local));
+}
+
+Control* Arena::Writable(int p, int local) const {
+  return reinterpret_cast<Control*>(alias_[static_cast<size_t>(p)] +
+                                    geometry_.control_bytes *
+                                        static_cast<size_t>(local));
+}
+
+void* Arena::Allocate(size_t bytes) {
+  const size_t offset = allocator_->Allocate(bytes);
+  if (offset == Allocator::kFull) return nullptr;
+  return reinterpret_cast<void*>(Start(process_) + heap_offset_ + offset);
+}
+
+void Arena::Free(void* p) {
+  allocator_->Free(reinterpret_cast<uint64_t>(p) - Start(process_) -
+                   heap_offset_);
+}
+
+bool Arena::Contains(const void* p, size_t bytes) const {
+  const uint64_t a = reinterpret_cast<uint64_t>(p);
+  const uint64_t begin = Start(process_) + heap_offset_;
+  return a >= begin && a + bytes <= Start(process_) + span_;
+}
+
+}  // namespace strata

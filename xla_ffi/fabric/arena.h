@@ -1,0 +1,78 @@
+// Owns: the address space plan and the mappings.  Invariant: a byte of process
+// p's arena has the same address in every process of the job on this host
+// (shadow address); there it is read-only, except to its owner.  A second,
+// writable view (alias) of a peer's arena is private to the engine, which
+// writes acknowledgements and doorbells through it and nothing else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fabric/allocator.h"
+#include "fabric/signals.h"
+
+namespace strata {
+
+// Bases every process tries, in order; the first that is free in all wins.
+std::vector<uint64_t> CandidateBases();
+// Whether [base, base + bytes) is free in this process.
+bool RangeIsFree(uint64_t base, size_t bytes);
+
+struct ControlGeometry {
+  size_t eager_bytes = 0;    // largest payload inside a post
+  size_t payload_stride = 0;
+  size_t control_bytes = 0;  // one rank's Control and payloads
+  explicit ControlGeometry(size_t eager = 8192);
+};
+
+class Arena {
+ public:
+  // processes == 1 uses private memory and no descriptor.  Throws Error
+  // (ResourceExhausted, Unsupported) with the limit that was hit.
+  Arena(int process, int processes, uint64_t base, size_t span,
+        const ControlGeometry& geometry);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  int memfd() const { return memfd_; }
+  // Maps peer p from its descriptor (not kept): shadow and alias.
+  void Attach(int p, int fd);
+
+  uint64_t base() const { return base_; }
+  size_t span() const { return span_; }
+  int process() const { return process_; }
+  int processes() const { return processes_; }
+  const ControlGeometry& geometry() const { return geometry_; }
+
+  // Readable control block of rank `local` of process p, at its shadow address.
+  Control* Shadow(int p, int local) const;
+  // The same block, writable.
+  Control* Writable(int p, int local) const;
+  unsigned char* Payload(Control* c, int slot) const {
+    return reinterpret_cast<unsigned char*>(c) + sizeof(Control) +
+           static_cast<size_t>(slot) * geometry_.payload_stride;
+  }
+
+  // Window memory of this process; nullptr when the span is used up.
+  void* Allocate(size_t bytes);
+  void Free(void* p);
+  bool Contains(const void* p, size_t bytes) const;
+  const Allocator& allocator() const { return *allocator_; }
+
+ private:
+  uint64_t Start(int p) const { return base_ + span_ * static_cast<size_t>(p); }
+
+  int process_, processes_;
+  uint64_t base_;
+  size_t span_;
+  ControlGeometry geometry_;
+  size_t heap_offset_;
+  int memfd_ = -1;
+  std::vector<unsigned char*> alias_;
+  std::unique_ptr<Allocator> allocator_;
+};
+
+}  // namespace strata

@@ -1,0 +1,203 @@
+// Owns: every word that two ranks share, every atomic access to them, and every
+// wait.  No other file touches shared memory except through these functions
+// (payload bytes are copied by the engine, ordered by the words below).
+//
+// Invariant: a rank's control block is written by that rank alone, except for
+// two words that a peer writes through its private writable alias: the `acks`
+// of a slot and the doorbell (`bell`, `wait_mask`).  Everything lives in a
+// zero-filled memfd; all-zero is the valid initial state.
+//
+// Which store pairs with which load (docs/protocol.md tells the same story in
+// prose; tests/protocol checks it):
+//
+//   Publish: slot.state=POSTED  seq_cst   ->  Find: slot.state      seq_cst
+//     carries key, description, payload and initial progress to the reader.
+//     seq_cst because two store-load races hang on it: POSTED against the
+//     peer's wait_mask (lost wake-up) and POSTED against a peer's ABORT_REQ.
+//   Advance: slot.progress      seq_cst   ->  Progress()            seq_cst
+//     carries the bytes of the finished stages; same two races.
+//   Recycle: slot.state=FREE    release, then key words release  ->
+//     Find: key words acquire, then slot.state acquire again.  A seqlock: a
+//     key word of a later operation is seen only together with a state that
+//     differs from the first one read.
+//   Ack: slot.acks[reader]      release   ->  Acked()               acquire
+//     the reader's loads of the payload happen before the owner reuses it.
+//   RequestAbort: state=ABORT_REQ, abort_epoch+1 seq_cst  ->  the finisher's
+//     AbortEpoch() seq_cst, which follows its Find/Progress loads seq_cst.
+//   Comm entry: ordinal, aborted release -> acquire; read on slow paths only.
+//   Arm: wait_mask |= bit seq_cst, then the condition is read again ->
+//     Wake: (after the condition's seq_cst store) wait_mask seq_cst.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace strata {
+
+inline constexpr int kMaxRanks = 256;       // of one job
+inline constexpr int kMaxLocalRanks = 64;   // devices of one process
+inline constexpr int kBuckets = 512;
+inline constexpr int kWays = 4;
+inline constexpr int kSlots = kBuckets * kWays;
+inline constexpr int kInlineAcks = 16;
+inline constexpr int kInlineBytes = 64;     // payload inside the slot itself
+inline constexpr int kCommEntries = 1024;
+inline constexpr int kShapeDims = 4;
+
+enum class Phase : uint64_t { kFree = 0, kPosted = 1, kAbortReq = 2, kAborted = 3 };
+
+// state = generation << 2 | phase.  Generations start at 1 and never repeat.
+constexpr uint64_t MakeState(uint64_t gen, Phase p) {
+  return gen << 2 | static_cast<uint64_t>(p);
+}
+constexpr uint64_t GenOf(uint64_t state) { return state >> 2; }
+constexpr Phase PhaseOf(uint64_t state) { return static_cast<Phase>(state & 3); }
+
+struct Key {
+  uint64_t comm = 0;
+  uint64_t site = 0;
+  uint64_t launch = 0;
+  uint64_t instance = 0;  // clone index:12 | clone count:12 | iteration:40
+  bool operator==(const Key&) const = default;
+};
+
+// What an error message needs to name the other side's call; never matched on.
+struct Description {
+  uint8_t op = 0, reduce = 0, dtype = 0, dims_used = 0;
+  uint16_t leaves = 0, group_size = 0;
+  uint64_t member_mask = 0;  // bit (rank & 63) of every member
+  uint64_t dims[kShapeDims] = {};
+};
+
+inline constexpr uint64_t kDone = ~uint64_t{0};
+
+struct alignas(64) Slot {
+  // line 0: what a reader needs to match and to find the bytes
+  std::atomic<uint64_t> state;
+  std::atomic<uint64_t> comm, site, launch, instance;
+  std::atomic<uint64_t> window;   // address in the owner's arena; 0 = in place
+  std::atomic<uint64_t> inputs;   // address of the owner's pointer table, for
+  std::atomic<uint64_t> outputs;  //   peers in the same address space only
+  // line 1: a payload of at most kInlineBytes
+  alignas(64) unsigned char inline_payload[kInlineBytes];
+  // line 2: progress, then cold words
+  alignas(64) std::atomic<uint64_t> progress;
+  std::atomic<uint64_t> what;         // Description packed
+  std::atomic<uint64_t> member_mask;
+  std::atomic<uint64_t> dims[kShapeDims];
+  // line 3: acknowledgements of group positions 0..15; the rest follow in
+  // Control::more_acks
+  alignas(64) std::atomic<uint32_t> acks[kInlineAcks];
+};
+static_assert(sizeof(Slot) == 256);
+
+struct alignas(64) CommEntry {
+  std::atomic<uint64_t> hash;      // 0 = unused; set last
+  std::atomic<uint64_t> ordinal;   // launches that touched the communicator
+  std::atomic<uint64_t> aborted;   // highest ordinal whose operations aborted
+  std::atomic<uint64_t> cause;     // ErrorKind | culprit rank << 8
+  std::atomic<uint64_t> broken;    // ordinals are out of step for good
+};
+
+struct Control {
+  // identity, written once at bootstrap
+  alignas(64) std::atomic<uint64_t> nonce;
+  // the process's heartbeat, for the idle rule of mismatch detection
+  alignas(64) std::atomic<uint64_t> beat_ns;
+  std::atomic<uint64_t> cpu_ns;
+  alignas(64) std::atomic<uint64_t> wait_mask;
+  std::atomic<uint32_t> bell;
+  alignas(64) std::atomic<uint64_t> abort_epoch;
+  std::atomic<uint64_t> displaced;  // posts that live outside their home bucket
+  Slot slots[kSlots];
+  CommEntry comms[kCommEntries];
+  std::atomic<uint32_t> more_acks[kSlots][kMaxRanks - kInlineAcks];
+  // payloads of kInlineBytes < n <= eager bytes follow the struct
+};
+
+inline std::atomic<uint32_t>& AckWord(Control* c, int slot, int position) {
+  return position < kInlineAcks ? c->slots[slot].acks[position]
+                                : c->more_acks[slot][position - kInlineAcks];
+}
+
+// Owner.  Between Recycle and Publish the slot belongs to nobody.
+void Recycle(Slot* s);
+void WriteKey(Slot* s, const Key& k, const Description& d);
+void Publish(Slot* s, uint64_t gen, uint64_t progress);
+inline void Advance(Slot* s, uint64_t progress) {
+  s->progress.store(progress, std::memory_order_seq_cst);
+}
+// Not awaited by anybody, so no store-load race: tells onlookers (mismatch
+// detection) that the operation is over on this rank.
+inline void MarkDone(Slot* s) {
+  s->progress.store(kDone, std::memory_order_release);
+}
+
+// Reader.  Generation of the post with this key, or 0; stable until the
+// reader acknowledges.
+inline uint64_t Match(const Slot& s, const Key& k) {
+  const uint64_t state = s.state.load(std::memory_order_seq_cst);
+  if (PhaseOf(state) == Phase::kFree) return 0;
+  if (s.launch.load(std::memory_order_acquire) != k.launch ||
+      s.instance.load(std::memory_order_acquire) != k.instance ||
+      s.site.load(std::memory_order_acquire) != k.site ||
+      s.comm.load(std::memory_order_acquire) != k.comm) {
+    return 0;
+  }
+  const uint64_t again = s.state.load(std::memory_order_acquire);
+  // The phase may move on (POSTED <-> ABORT_REQ); the generation may not.
+  return GenOf(again) == GenOf(state) ? GenOf(state) : 0;
+}
+inline uint64_t Progress(const Slot& s) {
+  return s.progress.load(std::memory_order_seq_cst);
+}
+inline uint64_t StateOf(const Slot& s) {
+  return s.state.load(std::memory_order_seq_cst);
+}
+inline void Ack(std::atomic<uint32_t>& word, uint64_t gen) {
+  word.store(static_cast<uint32_t>(gen), std::memory_order_release);
+}
+inline bool Acked(const std::atomic<uint32_t>& word, uint64_t gen) {
+  return word.load(std::memory_order_acquire) == static_cast<uint32_t>(gen);
+}
+// Reads key and description of whatever stands in the slot, for messages and
+// mismatch detection; false if it is free or changed meanwhile.
+bool Inspect(const Slot& s, Key* k, Description* d, uint64_t* progress,
+             Phase* phase);
+
+// Abort.  The caller re-reads its condition between Request and Resolve.
+void SetPhase(Slot* s, Control* own, uint64_t gen, Phase p);
+inline uint64_t AbortEpoch(const Control* c) {
+  return c->abort_epoch.load(std::memory_order_seq_cst);
+}
+
+// Waiting.  A bit stands for all ranks r with the same r & 63: a spurious wake
+// is harmless, a missed one is not possible.
+inline uint64_t RankBit(int rank) { return uint64_t{1} << (rank & 63); }
+inline uint32_t Arm(Control* own, uint64_t bits) {
+  own->wait_mask.fetch_or(bits, std::memory_order_seq_cst);
+  return own->bell.load(std::memory_order_seq_cst);
+}
+// Sleeps until the bell moves on from `seen` or the time is over.
+void Sleep(Control* own, uint32_t seen, uint64_t nanoseconds);
+// The caller's store to the awaited word was seq_cst.  True if a system call
+// was made.
+inline bool NeedsWake(const Control* peer, uint64_t my_bit) {
+  return (peer->wait_mask.load(std::memory_order_seq_cst) & my_bit) != 0;
+}
+void Wake(Control* peer_rw, uint64_t my_bit);
+// Wakes whoever sleeps on that rank, whatever it waits for.
+void WakeAll(Control* rw);
+
+uint64_t NowNs();
+
+inline void CpuRelax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+}  // namespace strata

@@ -1,0 +1,158 @@
+// The native module `stratacl_jax._native`.  Not public: the Python package is.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <thread>
+
+#include "ffi/handlers.h"
+#include "ffi/plan_binding.h"
+#include "ffi/runtime.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace strata {
+namespace {
+
+// A runtime whose arena exists but whose ranks do not yet.
+std::unique_ptr<Runtime> prepared;
+
+Runtime& Prepared() {
+  if (prepared == nullptr) {
+    throw Error(ErrorKind::kInvalidUsage, "no runtime is being prepared");
+  }
+  return *prepared;
+}
+
+int Prepare(int process, int processes, uint64_t base, uint64_t span,
+            uint64_t eager_bytes, nb::dict settings) {
+  Settings s;
+  auto ns = [&](const char* key, double unit) {
+    return static_cast<uint64_t>(nb::cast<double>(settings[key]) * unit);
+  };
+  s.timeout_ns = ns("timeout_s", 1e9);
+  s.warn_after_ns = ns("warn_after_s", 1e9);
+  s.spin_ns = ns("spin_us", 1e3);
+  s.yield_ns = ns("yield_us", 1e3);
+  s.inplace_ns = ns("inplace_us", 1e3);
+  s.chunk_bytes = nb::cast<size_t>(settings["chunk_bytes"]);
+  s.algorithm = nb::cast<int>(settings["algorithm"]);
+  auto arena = std::make_unique<Arena>(process, processes, base, span,
+                                       ControlGeometry(eager_bytes));
+  const int fd = arena->memfd();
+  prepared = std::make_unique<Runtime>();
+  prepared->world = std::make_unique<World>(std::move(arena), s);
+  return fd;
+}
+
+void Start(const std::vector<std::pair<int, int64_t>>& ranks, bool divergent) {
+  Runtime& rt = Prepared();
+  rt.world->Start(ranks, divergent);
+  rt.comms = std::make_unique<CommRegistry>(rt.world.get());
+  rt.engine = std::make_unique<Engine>(rt.world.get());
+  rt.open.store(true, std::memory_order_release);
+  CurrentRuntime().store(prepared.release(), std::memory_order_release);
+}
+
+// Closes the runtime.  Returns false if operations are still pending after
+// `grace_s`; their memory then stays mapped.
+bool Shutdown(double grace_s) {
+  prepared.reset();
+  Runtime* rt = CurrentRuntime().exchange(nullptr, std::memory_order_acq_rel);
+  if (rt == nullptr) return true;
+  rt->open.store(false, std::memory_order_release);
+  nb::gil_scoped_release release;
+  const uint64_t end = NowNs() + static_cast<uint64_t>(grace_s * 1e9);
+  while (rt->pool.pending() > 0 && NowNs() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (rt->pool.pending() > 0) return false;
+  rt->engine.reset();
+  rt->world.reset();  // unmaps; instances only look at `open` from now on
+  return true;
+}
+
+nb::dict Ledger() {
+  nb::dict d;
+  Runtime* rt = CurrentRuntime().load(std::memory_order_acquire);
+  if (rt == nullptr) return d;
+  const Counters& c = rt->world->counters();
+  auto put = [&d](const char* name, const std::atomic<uint64_t>& v) {
+    d[name] = v.load(std::memory_order_relaxed);
+  };
+  put("operations", c.operations);
+  put("completed_in_place", c.inplace);
+  put("deferred", c.deferred);
+  put("eager_bytes", c.eager_bytes);
+  put("staged_bytes", c.staged_bytes);
+  put("direct_bytes", c.direct_bytes);
+  put("sleeps", c.sleeps);
+  put("wakes", c.wakes);
+  put("aborts", c.aborts);
+  put("windows_allocated", c.windows);
+  const Allocator& a = rt->world->arena().allocator();
+  d["arena_used_bytes"] = a.used();
+  d["arena_high_water_bytes"] = a.high_water();
+  d["pending"] = rt->pool.pending();
+  d["pool_threads"] = rt->pool.threads();
+  return d;
+}
+
+}  // namespace
+}  // namespace strata
+
+NB_MODULE(_native, m) {
+  using namespace strata;
+  m.doc() = "Native half of stratacl_jax; not a public interface.";
+
+  nb::register_exception_translator(
+      [](const std::exception_ptr& p, void*) {
+        try {
+          std::rethrow_exception(p);
+        } catch (const Error& e) {
+          nb::object module = nb::module_::import_("stratacl_jax.runtime.errors");
+          nb::object cls = module.attr(NameOf(e.kind()));
+          PyErr_SetString(cls.ptr(), e.what());
+        }
+      });
+
+  m.def("candidate_bases", &CandidateBases);
+  m.def("range_is_free", &RangeIsFree, "base"_a, "bytes"_a);
+  m.def("prepare", &Prepare, "process"_a, "processes"_a, "base"_a, "span"_a,
+        "eager_bytes"_a, "settings"_a,
+        "Creates this process's arena; returns its memfd (-1 if private).");
+  m.def("attach", [](int p, int fd) { Prepared().world->arena().Attach(p, fd); });
+  m.def("watch", [](int p, int pidfd, int64_t pid) {
+    Prepared().world->Watch(p, pidfd, pid);
+  });
+  m.def("set_nonce", [](uint64_t nonce) {
+    Arena& a = Prepared().world->arena();
+    a.Writable(a.process(), 0)->nonce.store(nonce, std::memory_order_release);
+  });
+  m.def("read_nonce", [](int p) {
+    return Prepared().world->arena().Shadow(p, 0)->nonce.load(
+        std::memory_order_acquire);
+  });
+  m.def("start", &Start, "ranks"_a, "divergent"_a);
+  m.def("shutdown", &Shutdown, "grace_s"_a);
+  m.def("ledger", &Ledger);
+  m.def("begin_module", &ModuleScope::Begin);
+  m.def("end_module", &ModuleScope::End);
+  m.def("max_ranks", [] { return kMaxRanks; });
+  m.def("ffi_types", [] {
+    nb::dict d;
+    d["type_id"] = nb::capsule(StateTypeId());
+    d["type_info"] = nb::capsule(StateTypeInfo());
+    return d;
+  });
+  m.def("ffi_targets", [] {
+    nb::dict d;
+    d["instantiate"] = nb::capsule(InstantiateHandler());
+    d["execute"] = nb::capsule(ExecuteHandler());
+    return d;
+  });
+  BindPlan(m);
+}
