@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -365,7 +366,7 @@ class _Verifier:
         cuts = sorted({edge for source in sources for s in source for edge in s[:2]})
         return [
             (lo, hi, self.reduced(me, k, sources, lo, hi, piece))
-            for lo, hi in zip(cuts, cuts[1:])
+            for lo, hi in pairwise(cuts)
         ]
 
     def reduced(
@@ -477,7 +478,7 @@ class _Verifier:
 
 
 def _first_difference(got: list[Segment], want: list[Segment]) -> str:
-    for g, w in zip(got, want):
+    for g, w in zip(got, want, strict=False):
         if g != w:
             return f"bytes {g[0]} to {g[1]} are {g[2]}, not {w}"
     return f"{len(got)} segments, not {len(want)}"

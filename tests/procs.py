@@ -112,8 +112,14 @@ class Child:
             self._give_up_if_late(f"did not write {text!r} {count} times")
             time.sleep(0.01)
 
-    def wait(self) -> Result:
-        """Waits for the end; fails past the deadline, or if processes remain."""
+    def wait(self, within: float | None = None) -> Result:
+        """Waits for the end; fails past the deadline, or if processes remain.
+
+        Args:
+          within: seconds from now that move the deadline forward.
+        """
+        if within is not None:
+            self._deadline = min(self._deadline, time.monotonic() + within)
         while self._timeout.poll() is None:
             self._give_up_if_late("did not end")
             time.sleep(0.005)

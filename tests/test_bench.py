@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from stratacl_jax.bench import bench, cases, layout, report, sweep
-from stratacl_jax.bench.children import ChildFailed, RankSet
+from stratacl_jax.bench.children import ChildFailed, RankSet, environment
 
 WORKER = "stratacl_jax.bench.worker"
 RANKS = (1, 2, 3, 4, 5, 8, 16, 64)
@@ -299,6 +299,17 @@ def ranks() -> Iterator[RankSet]:
         rank_set.call("prepare", timeout_s=60, case=case.asdict())
         yield rank_set
     assert gone(rank_set.pids)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("STRATACL_PROCESS_ID", "1")
+    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=9 --a=b")
+    env = environment(layout.Layout(2, 4))
+    assert "SLURM_PROCID" not in env and "STRATACL_PROCESS_ID" not in env
+    assert (env["NPROC"], env["JAX_NUM_CPU_DEVICES"]) == ("10", "4")
+    assert env["XLA_FLAGS"] == "--a=b"
 
 
 RUN = {"iterations": 3, "discard": 1}

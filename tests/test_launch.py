@@ -206,21 +206,15 @@ def test_children_of_ranks_end_with_the_job(tmp_path):
     ],
 )
 def test_first_failure_ends_all(tmp_path, statement, code, told):
-    # The other rank waits for ever, deaf to SIGTERM.
-    source = (
-        PSUM
-        + f"""
-    import os, signal, sys
-    psum(x).block_until_ready()
-    if jax.process_index() == 1:
+    source = f"""
+    import os, signal, sys, threading
+    if os.environ["STRATACL_PROCESS_ID"] == "1":
         {statement}
-    import threading
     threading.Event().wait()
     """
-    )
     env = {"PYTHONFAULTHANDLER": ""}
     result = procs.run_ranks(
-        source, directory=tmp_path, options=["--grace", "0.5"], env=env
+        source, directory=tmp_path, options=["--grace", "0.2"], env=env
     )
     assert result.code == code, result
     assert re.search(rf"stratacl launch: rank 1 \(pid \d+\) {told}\n", result.err)
@@ -232,6 +226,22 @@ def test_first_failure_ends_all(tmp_path, statement, code, told):
         assert not any("_launched" in line for line in trace), result
     if "gone wrong" in statement:
         assert "[1] gone wrong" in result.err, result
+    assert result.seconds < 20, result
+
+
+def test_rank_deaf_to_sigterm_is_ended(tmp_path):
+    source = (
+        PSUM
+        + """
+    import threading
+    psum(x).block_until_ready()
+    if jax.process_index() == 1:
+        raise ValueError("from the script")
+    threading.Event().wait()
+    """
+    )
+    result = procs.run_ranks(source, directory=tmp_path, options=["--grace", "0.5"])
+    assert result.code == 1 and "[1] ValueError: from the script" in result.err, result
     assert result.seconds < 20, result
 
 
@@ -284,17 +294,18 @@ def test_rank_at_its_end_does_not_wait_for_a_failed_job(tmp_path):
 
 def test_coordination_service_that_cannot_start(tmp_path):
     # A jaxlib without the parts we use.
-    (tmp_path / "jaxlib").mkdir()
-    (tmp_path / "jaxlib" / "__init__.py").write_text("_jax = None")
+    fake = tmp_path / "elsewhere" / "jaxlib"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("_jax = None")
     path = procs.script(tmp_path, "import time; time.sleep(600)")
-    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{procs.ROOT}"}
     source = f"""
-    import sys
+    import os, sys
     from stratacl_jax import launch
+    os.environ["PYTHONPATH"] = {str(fake.parent)!r}
     sys.exit(launch.run(launch.Options([{str(path)!r}], 2)))
     """
     starter = procs.script(tmp_path, source, "starter.py")
-    result = procs.run([sys.executable, str(starter)], env=env)
+    result = procs.run([sys.executable, str(starter)])
     assert result.code == 1, result
     assert "coordination service ended unexpectedly" in result.err, result
     assert "this version of JAX has no coordination service" in result.err, result

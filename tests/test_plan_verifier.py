@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from plan_verifier import PlanError, Problem, verify
@@ -100,7 +100,7 @@ def some_permutations(ranks: int) -> list[tuple[tuple[int, int], ...]]:
     for _ in range(4):
         sources = dice.sample(range(ranks), dice.randint(0, ranks))
         targets = dice.sample(range(ranks), len(sources))
-        asymmetric.append(tuple(zip(sources, targets)))
+        asymmetric.append(tuple(zip(sources, targets, strict=True)))
     return [(), ring, itself, ((0, ranks - 1),), *asymmetric]
 
 
@@ -144,21 +144,6 @@ def rejected(problem: Problem, plans: list[dict], **how) -> str:
     with pytest.raises(PlanError) as caught:
         verify(problem, plans, **how)
     return caught.value.kind
-
-
-@pytest.fixture
-def pipelined(build) -> tuple[Problem, list[dict]]:
-    """A psum in several chunks, of which every rank has a part."""
-    problem = Problem(
-        "psum",
-        4,
-        ((3000, F32, 4), (501, BF16, 2)),
-        chunk_bytes=4096,
-        algorithm="two_phase",
-    )
-    plans = build(problem)
-    verify(problem, plans)
-    return problem, plans
 
 
 @pytest.fixture
@@ -304,59 +289,56 @@ def test_rejects_a_barrier_that_forgets_a_rank(build) -> None:
     assert rejected(problem, plans) == "value"
 
 
-def mutations(plans: list[dict]) -> list[list[dict]]:
-    """Every plan that differs in one field of one operation, or in one need."""
-    found = []
+def mutations(plans: list[dict]) -> Iterator[list[dict]]:
+    """The plans with one need or one field changed, in every place in turn."""
 
-    def changed(edit: Callable[[list[dict]], object]) -> None:
-        mutant = copy.deepcopy(plans)
-        edit(mutant)
-        found.append(mutant)
+    def mutant(me: int, k: int) -> tuple[list[dict], dict]:
+        changed = copy.deepcopy(plans)
+        return changed, changed[me]["stages"][k]
 
-    for me, plan in enumerate(plans):
-        for k, stage in enumerate(plan["stages"]):
-            for peer in stage["needs"]:
-                changed(lambda m: m[me]["stages"][k]["needs"].remove(peer))
-            for kind in ("slices", "reduces"):
-                for i, piece in enumerate(stage[kind]):
-                    changed(lambda m: m[me]["stages"][k][kind].pop(i))
-                    size = "bytes" if kind == "slices" else "count"
-                    for by in (-1, 1):
-                        changed(
-                            lambda m: m[me]["stages"][k][kind][i].update(
-                                {size: piece[size] + by}
-                            )
-                        )
-                    for key in ("src", "dst") if kind == "slices" else ("dst",):
-                        for by in (-4, 4):
-                            space, rank, buffer, offset = piece[key]
-                            moved = (space, rank, buffer, offset + by)
-                            changed(
-                                lambda m: m[me]["stages"][k][kind][i].update(
-                                    {key: moved}
-                                )
-                            )
-                    for j in range(len(piece.get("srcs", ())) - 1):
-
-                        def swap(m: list[dict]) -> None:
-                            srcs = m[me]["stages"][k][kind][i]["srcs"]
-                            srcs[j], srcs[j + 1] = srcs[j + 1], srcs[j]
-
-                        changed(swap)
+    places = [(me, k) for me, p in enumerate(plans) for k in range(len(p["stages"]))]
+    for me, k in places:
+        original = plans[me]["stages"][k]
+        for peer in original["needs"]:
+            changed, stage = mutant(me, k)
+            stage["needs"].remove(peer)
+            yield changed
+        if k > 0 and (original["slices"] or original["reduces"]):
             # One step of the pipeline too early, needs and all.
-            if k > 0 and (stage["slices"] or stage["reduces"]):
+            changed, stage = mutant(me, k)
+            before = changed[me]["stages"][k - 1]
+            for kind in ("slices", "reduces"):
+                before[kind] += stage[kind]
+                stage[kind] = []
+            yield changed
+        for kind in ("slices", "reduces"):
+            for i, piece in enumerate(original[kind]):
+                changed, stage = mutant(me, k)
+                del stage[kind][i]
+                yield changed
+                for field, by in field_changes(piece):
+                    changed, stage = mutant(me, k)
+                    if field in ("src", "dst"):
+                        *place, offset = piece[field]
+                        stage[kind][i][field] = (*place, offset + by)
+                    else:
+                        stage[kind][i][field] += by
+                    yield changed
+                for j in range(len(piece.get("srcs", ())) - 1):
+                    changed, stage = mutant(me, k)
+                    srcs = stage[kind][i]["srcs"]
+                    srcs[j], srcs[j + 1] = srcs[j + 1], srcs[j]
+                    yield changed
 
-                def early(m: list[dict]) -> None:
-                    stages = m[me]["stages"]
-                    stages[k - 1]["slices"] += stages[k]["slices"]
-                    stages[k - 1]["reduces"] += stages[k]["reduces"]
-                    stages[k]["slices"], stages[k]["reduces"] = [], []
 
-                if any(s["src"][0] == "window" for s in stage["slices"]) or any(
-                    r["srcs"] for r in stage["reduces"]
-                ):
-                    changed(early)
-    return found
+def field_changes(piece: dict) -> Iterator[tuple[str, int]]:
+    if "srcs" in piece:
+        yield from (("count", -1), ("count", 1), ("dst", -4), ("dst", 4))
+        return
+    yield from (("src", -4), ("src", 4), ("dst", -4), ("dst", 4), ("bytes", -1))
+    # To publish one byte more may be useless, but it is not wrong.
+    if piece["dst"][0] != "window":
+        yield ("bytes", 1)
 
 
 @pytest.mark.parametrize(
@@ -386,9 +368,7 @@ def mutations(plans: list[dict]) -> list[list[dict]]:
 def test_rejects_every_small_change(build, problem: Problem) -> None:
     plans = build(problem)
     verify(problem, plans)
-    mutants = mutations(plans)
-    assert len(mutants) > 30
-    for mutant in mutants:
+    for mutant in mutations(plans):
         # Keep the summaries true, so that the change itself must be found.
         for plan in mutant:
             plan["sources"] = sorted({p for s in plan["stages"] for p in s["needs"]})

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "engine/fault.h"
 #include "ffi/handlers.h"
 #include "ffi/plan_binding.h"
 #include "ffi/runtime.h"
@@ -142,6 +143,16 @@ NB_MODULE(_native, m) {
   m.def("begin_module", &ModuleScope::Begin);
   m.def("end_module", &ModuleScope::End);
   m.def("max_ranks", [] { return kMaxRanks; });
+  m.def(
+      "set_fault",
+      [](int point, int64_t countdown, int signal) {
+        fault.signal.store(signal, std::memory_order_relaxed);
+        fault.countdown.store(countdown, std::memory_order_relaxed);
+        fault.point.store(point, std::memory_order_relaxed);
+      },
+      "point"_a, "countdown"_a, "signal"_a,
+      "For tests: send this process `signal` at a point of the protocol "
+      "(engine/fault.h), after `countdown` passes; point 0 is off.");
   m.def("ffi_types", [] {
     nb::dict d;
     d["type_id"] = nb::capsule(StateTypeId());

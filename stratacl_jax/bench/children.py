@@ -28,12 +28,18 @@ from stratacl_jax.runtime import cpus
 
 _ERROR_GRACE_S = 1.0  # for the other ranks' own words, once one has failed
 _QUIT_S = 10.0
+_SHOWN = 4  # processes whose output a message shows
 _COORDINATOR = str(pathlib.Path(__file__).parent.parent / "_coordinator.py")
-_LAUNCHER_VARIABLES = (
+_LAUNCHERS = (
     "JAX_COORDINATOR_ADDRESS",
     "STRATACL_LAUNCHED",
+    "STRATACL_LAUNCHER_PID",
     "STRATACL_NUM_PROCESSES",
     "STRATACL_PROCESS_ID",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
 )
 
 
@@ -65,10 +71,8 @@ def environment(layout: Layout, *, x64: bool = False) -> dict[str, str]:
     env["XLA_FLAGS"] = " ".join(
         f for f in flags if "xla_force_host_platform_device_count" not in f
     )
-    # A launcher's variables, if we run under one, are not about our children.
-    for name in _LAUNCHER_VARIABLES:
-        env.pop(name, None)
-    return env
+    # If somebody launched us as a rank, that is not about our children.
+    return {k: v for k, v in env.items() if not k.startswith(_LAUNCHERS)}
 
 
 class _Process:
@@ -269,11 +273,10 @@ class RankSet:
         lines = [f"{self.name}, layout {self.layout}, request {do!r} failed:"]
         for i, reason in sorted(errors.items()):
             lines.append(f"  process {i} (pid {self.pids[i]}): {reason}")
-        first = min(errors)
-        output = self._processes[first].output()
-        if output:
-            lines.append(f"  last output of process {first}:")
-            lines += ["    " + line for line in output.splitlines()]
+        for i in sorted(errors)[:_SHOWN]:
+            if output := self._processes[i].output():
+                lines.append(f"  last output of process {i}:")
+                lines += ["    " + line for line in output.splitlines()]
         return ChildFailed("\n".join(lines))
 
     def kill(self) -> None:

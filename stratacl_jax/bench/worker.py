@@ -117,7 +117,8 @@ class Bench:
         compiled = jax.jit(mapped, donate_argnums=0).lower(shape).compile()
         text = compiled.as_text() or ""
         calls = sum(1 for line in text.splitlines() if _CALLS.search(line))
-        if calls < case.chain:
+        # A group of one has nothing to do, and XLA knows.
+        if calls < case.chain and case.ranks > 1:
             raise RuntimeError(
                 f"XLA left {calls} of {case.chain} collectives in the program: "
                 "its time would mean nothing"

@@ -91,12 +91,12 @@ class World(Model):
                 for label, changes in self.step(ranks, r):
                     new = apply(changes)
                     while self.s.coarse and (old[PC], new[r][PC]) in _JOINED:
-                        for more, changes in self.step(new, r):
-                            label = f"{label}; {more}"
+                        more, changes = next(self.step(new, r))
+                        label, old = f"{label}; {more}", new[r]
                         merged = list(new)
                         for q, fields in changes.items():
                             merged[q] = tuple(fields)
-                        old, new = new[r], tuple(merged)
+                        new = tuple(merged)
                     yield f"{r}: {label}", (new, *state[1:]), False
                 old = ranks[r]
             may_time_out = old[WAIT] != W_RESOLVE or self.v.resolve_deadline

@@ -395,10 +395,8 @@ class Model(Looking):
             return f"K{old[OP]} SUCCESS", out
         d = old[LEFT][0]
         p = (me + d) % self.n
-        if not v.ack_after_read:  # the mutant has no right to its slot any more
-            phase = POSTED
-        else:
-            phase = self.source(ranks, me, d)[PHASE]
+        # The mutant that acknowledged early has no right to look any more.
+        phase = self.source(ranks, me, d)[PHASE] if v.ack_after_read else POSTED
 
         def passed() -> None:
             rank[LEFT], rank[PC] = old[LEFT][1:], VERDICT

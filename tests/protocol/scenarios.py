@@ -110,14 +110,14 @@ SCENARIOS = (
     _three("3 ranks: two deadlines", mesh(3), deadlines=2),
     _three("3 ranks: deadline and kill", mesh(3), deadlines=1, crashes=1),
     _three("3 ranks: two stages, deadline", mesh(3, 1, 2), deadlines=1),
+)  # fmt: skip
+
+DEEP = (
     _three(
         "3 ranks: ring ppermute then psum, deadline",
         permute(3, {0: 2, 1: 0, 2: 1}), mesh(3),
         slots=2, deadlines=1,
     ),
-)  # fmt: skip
-
-DEEP = (
     _three("3 ranks: two launches, deadline", mesh(3), mesh(3, 2), deadlines=1),
     _three("3 ranks: two launches, two deadlines", mesh(3), mesh(3, 2), deadlines=2),
     _three("3 ranks: two stages, two deadlines", mesh(3, 1, 2), deadlines=2),

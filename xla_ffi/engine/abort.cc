@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "engine/fault.h"
 #include "engine/op.h"
 
 namespace strata::detail {
@@ -88,6 +89,22 @@ bool HaveOwn(const Op& op, const Key& key) {
   return false;
 }
 
+// As DifferentPost, but for when it is known already that the ranks differ: any
+// post of this launch that I have no counterpart for, known site or not.
+bool OtherPost(const Op& op, int position, Key* key, Description* d) {
+  const Control* c = op.comm().rank(position).shadow;
+  for (int i = 0; i < kSlots; ++i) {
+    uint64_t progress;
+    Phase phase;
+    if (Inspect(c->slots[i], key, d, &progress, &phase) &&
+        key->comm == op.key.comm && key->launch == op.key.launch &&
+        progress != kDone && !HaveOwn(op, *key)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // A post of the peer that counts on me and that I have no counterpart for.
 bool OrphanAt(const Op& op, int position, Key* key, Description* d) {
   const Control* c = op.comm().rank(position).shadow;
@@ -129,13 +146,17 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
   const std::string by = world.Name(comm.rank(position).world);
   switch (kind) {
     case ErrorKind::kMismatch: {
-      Key key;
-      Description d;
-      const std::string theirs =
-          DifferentPost(op, position, &key, &d)
-              ? "called " + DescribePost(d, key)
-              : "called something else in this launch";
-      return MismatchWith(op, position, theirs);
+      // The aborter may have called what I called; then the rank that differs
+      // is the one it blames.
+      for (int q = 0; q < comm.size(); ++q) {
+        Key key;
+        Description d;
+        const bool suspect = q == position || comm.rank(q).world == culprit;
+        if (suspect && q != comm.me() && OtherPost(op, q, &key, &d)) {
+          return MismatchWith(op, q, "called " + DescribePost(d, key));
+        }
+      }
+      return MismatchWith(op, position, "called something else in this launch");
     }
     case ErrorKind::kPeerLost:
       return {kind, who + " died during " + op.binding->instance->Describe() +
@@ -151,22 +172,22 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
 
 }  // namespace
 
-bool Abort(Op* op, const Failure& why, int culprit) {
+bool Abort(Op* op, const Failure& why, int culprit, bool final) {
   Comm& comm = op->comm();
-  Control* own = op->state->control;
   const bool posted = op->slot >= 0 && op->at != Op::At::kClaim;
-  if (posted) {
-    SetPhase(op->own(), own, op->gen, Phase::kAbortReq);
-    // The decisive look: a rank that succeeded did so before it could see the
-    // request, so everything it saw is visible here too.
-    if (!comm.Aborted(op->key.launch) && Ready(op) > 0) {
-      SetPhase(op->own(), own, op->gen, Phase::kPosted);
-      return false;
-    }
+  if (posted && final) {
+    SetPhase(op->own(), op->gen, Phase::kAborted);
+  } else if (posted) {
+    SetPhase(op->own(), op->gen, Phase::kAbortReq);
+    MaybeFault(FaultPoint::kAbortRequested);
+    // The decisive look: whoever succeeded had seen every post before it could
+    // see this request, so they are visible here, too.
+    if (Ready(op) > 0 && Help(op->own(), op->gen)) return false;
+    // Unless a finisher was quicker and took the request back.
+    if (!CommitAbort(op->own(), op->gen)) return false;
   }
   Count(op->world().counters().aborts);
   comm.AbortLaunch(op->key.launch, why, culprit);
-  if (posted) SetPhase(op->own(), own, op->gen, Phase::kAborted);
   // The launch ends here with an error, so this rank will not come to its
   // other communicators either: tell their members now.
   Module* module = op->binding->instance->module();
@@ -183,10 +204,8 @@ bool Abort(Op* op, const Failure& why, int culprit) {
     } else {
       c->Break(why, culprit);
     }
-    c->self().rw->abort_epoch.fetch_add(1, std::memory_order_seq_cst);
     c->WakeGroup();
   }
-  if (posted) AckSources(*op, false);
   comm.WakeGroup();
   if (posted) {
     if (op->binding->transport == Transport::kDirect) {
@@ -204,39 +223,28 @@ bool Abort(Op* op, const Failure& why, int culprit) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  if (comm.Aborted(op->key.launch)) {
-    *failure = comm.Why();
-    Abort(op, *failure, comm.self().world);
-    return false;
-  }
+  // Not taken before the loads of the payload are over, on any machine.
+  std::atomic_thread_fence(std::memory_order_acquire);
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
-    if (AbortEpoch(comm.rank(p).shadow) == post.epoch) continue;
-    for (;;) {
-      const uint64_t state = StateOf(*post.slot);
-      if (state == MakeState(post.gen, Phase::kPosted)) break;
-      if (PhaseOf(state) == Phase::kAbortReq &&
-          !comm.world().Dead(comm.rank(p).process)) {
-        // It resolves in a few instructions, unless its process was stopped.
-        const uint64_t now = NowNs();
-        if (op->start_ns == 0) op->start_ns = now;
-        if (now - op->start_ns < op->world().settings().timeout_ns) {
-          sched_yield();
-          continue;
-        }
-      }
-      *failure = Echo(*op, p, comm.PeerEntry(p));
-      comm.AbortLaunch(op->key.launch, *failure, comm.rank(p).world);
-      Abort(op, *failure, comm.rank(p).world);
-      return false;
+    const uint64_t state = StateOf(*post.slot);
+    if (state == MakeState(post.gen, Phase::kPosted)) continue;
+    if (GenOf(state) == post.gen) {
+      // One-sided: the bytes are right whatever becomes of the sender.
+      if (!op->binding->all_read_me) continue;
+      // Everything that the requester waits for is there, for it was here.
+      if (Help(&comm.rank(p).rw->slots[post.index], post.gen)) continue;
     }
+    const CommEntry* entry = comm.PeerEntry(p);
+    *failure = Echo(*op, p, entry);
+    Abort(op, *failure, comm.rank(p).world, /*final=*/true);
+    return false;
   }
   return true;
 }
 
 bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
   Comm& comm = op->comm();
-  const Rank& peer = comm.rank(position);
   const CommEntry* entry = comm.PeerEntry(position);
   const uint64_t ordinal =
       entry != nullptr ? entry->ordinal.load(std::memory_order_acquire) : 0;
@@ -262,20 +270,23 @@ bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
     op->idle_since_ns = 0;
     return false;
   }
-  const Control* theirs =
-      op->world().arena().Shadow(peer.process, 0);
-  const Control* mine =
-      op->world().arena().Shadow(comm.self().process, 0);
-  const uint64_t beat = theirs->beat_ns.load(std::memory_order_acquire);
-  const uint64_t their_cpu = theirs->cpu_ns.load(std::memory_order_relaxed);
-  const uint64_t my_cpu = mine->cpu_ns.load(std::memory_order_relaxed);
-  const bool stopped = now > beat && now - beat > 1000 * kMs;
-  if (op->idle_since_ns == 0 || stopped ||
-      their_cpu - op->idle_peer_cpu > 100 * kMs ||
-      my_cpu - op->idle_own_cpu > 100 * kMs) {
+  // All processes: in a chain of crossing calls two may rightly idle while a
+  // third computes.
+  uint64_t cpu = 0;
+  bool stopped = false;
+  const World& world = op->world();
+  for (int q = 0; q < world.arena().processes(); ++q) {
+    if (world.Dead(q)) continue;
+    const Control* c = world.arena().Shadow(q, 0);
+    const uint64_t beat = c->beat_ns.load(std::memory_order_acquire);
+    stopped = stopped || (now > beat && now - beat > 1000 * kMs);
+    cpu += c->cpu_ns.load(std::memory_order_relaxed);
+  }
+  const uint64_t idle_budget =
+      100 * kMs * static_cast<uint64_t>(world.arena().processes());
+  if (op->idle_since_ns == 0 || stopped || cpu - op->idle_cpu > idle_budget) {
     op->idle_since_ns = now;
-    op->idle_peer_cpu = their_cpu;
-    op->idle_own_cpu = my_cpu;
+    op->idle_cpu = cpu;
     return false;
   }
   if (now - op->idle_since_ns < kStallNs) return false;
@@ -294,35 +305,37 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
     *failure = std::move(why);
     return true;
   };
-  if (comm.Aborted(launch)) {
-    Failure why = comm.Why();
-    return fail(why, comm.self().world);
-  }
+  if (comm.Aborted(launch)) return fail(comm.Why(), comm.self().world);
   const uint64_t waited = now - op->start_ns;
   if (op->at == Op::At::kStages) {
     const Stage& s = op->binding->plan.stages[static_cast<size_t>(op->stage)];
     for (size_t i = op->cursor; i < s.needs.size(); ++i) {
       const int p = s.needs[i];
       PeerPost& post = op->found[p];
+      const bool dead = world.Dead(comm.rank(p).process);
       const CommEntry* entry = comm.PeerEntry(p);
-      const bool aborted =
-          (post.slot != nullptr &&
-           PhaseOf(StateOf(*post.slot)) == Phase::kAborted) ||
-          (entry != nullptr &&
-           (entry->aborted.load(std::memory_order_seq_cst) >= launch ||
-            entry->broken.load(std::memory_order_acquire) != 0));
-      if (aborted) {
-        Failure why = Echo(*op, p, entry);
-        const int culprit = static_cast<int>(
-            entry != nullptr
-                ? entry->cause.load(std::memory_order_acquire) >> 8
-                : static_cast<uint64_t>(comm.rank(p).world));
-        // Not retracted even if everything arrived meanwhile: the peer's
-        // abort is final.
-        comm.AbortLaunch(launch, why, culprit);
-        return fail(why, culprit);
+      const bool entry_aborted =
+          entry != nullptr &&
+          (entry->aborted.load(std::memory_order_seq_cst) >= launch ||
+           entry->broken.load(std::memory_order_seq_cst) != 0);
+      const int culprit =
+          entry != nullptr
+              ? static_cast<int>(
+                    entry->cause.load(std::memory_order_acquire) >> 8)
+              : comm.rank(p).world;
+      // If the peer has a slot for this operation, its phase decides.
+      if (post.slot != nullptr || Find(*op, p, &post)) {
+        if (StateOf(*post.slot) == MakeState(post.gen, Phase::kAborted)) {
+          Failure why = Echo(*op, p, entry);
+          Abort(op, why, culprit, /*final=*/true);
+          *failure = std::move(why);
+          return true;
+        }
+      } else if (entry_aborted) {
+        return fail(Echo(*op, p, entry), culprit);
       }
-      if (world.Dead(comm.rank(p).process)) {
+      if (dead && (post.slot == nullptr ||
+                   Progress(*post.slot) < static_cast<uint64_t>(op->stage))) {
         return fail({ErrorKind::kPeerLost,
                      world.Name(comm.rank(p).world) + " died; " + Where(*op) +
                          " cannot complete"},

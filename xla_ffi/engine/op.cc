@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "engine/fault.h"
 #include "engine/kernels.h"
 
 namespace strata {
@@ -59,13 +60,6 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
       op->check_ns = now + kCheckEveryNs;
       r = Ready(op);
       if (r > 0) return Waited::kReady;
-      // A peer between ABORT_REQ and its resolution: a matter of microseconds
-      // unless it was stopped there, which the deadline covers.
-      if (r < 0) {
-        sched_yield();
-        if (now - begin >= budget_ns) return Waited::kBudget;
-        continue;
-      }
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
     uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
@@ -111,14 +105,20 @@ Outcome Engine::Start(Binding* b, int64_t run_id, const void* const* in,
   op.in = in;
   op.out = out;
   const Plan& plan = b->plan;
-  if (plan.sources.empty() && plan.readers.empty()) {
-    // Nobody to meet: a group of one, or a rank outside a permutation.
+  const bool alone = plan.sources.empty() && plan.readers.empty();
+  // A rank outside a permutation meets nobody, but its launch counts: the
+  // ordinals of all ranks of the communicator stay in step.
+  uint64_t launch = 0;
+  if (comm.size() > 1) {
+    launch = comm.BeginLaunch(run_id, failure);
+    if (launch == 0) return Outcome::kFailed;
+  }
+  if (alone) {
     const FloatMode mode;
     for (const Stage& s : plan.stages) detail::RunStage(op, s);
+    if (comm.size() > 1) comm.EndOperation();
     return Outcome::kDone;
   }
-  const uint64_t launch = comm.BeginLaunch(run_id, failure);
-  if (launch == 0) return Outcome::kFailed;
   if (b->run_id.load(std::memory_order_relaxed) != run_id) {
     b->run_id.store(run_id, std::memory_order_relaxed);
     b->iteration.store(0, std::memory_order_relaxed);
@@ -180,24 +180,38 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
   Outcome end = Outcome::kPending;
   if (op->at == Op::At::kClaim) {
     if (!await(&end)) return end;
-    op->at = Op::At::kStages;
-    op->cursor = 0;
-    for (int p = 0; p < op->comm().size(); ++p) op->found[p].slot = nullptr;
     if (plan.window_bytes > 0 && op->window == nullptr) {
       *failure = {ErrorKind::kResourceExhausted,
                   "the arena has no " + std::to_string(plan.window_bytes) +
                       " bytes left for " + b->instance->Describe() +
                       "; raise STRATACL_ARENA_SPAN"};
+      op->local().comm = nullptr;  // never published: nobody will read it
+      detail::ReleaseSlot(op);
       detail::Abort(op, *failure, op->comm().self().world);
       op->comm().EndOperation();
       return Outcome::kFailed;
     }
+    op->at = Op::At::kStages;
+    op->cursor = 0;
+    for (int p = 0; p < op->comm().size(); ++p) op->found[p].slot = nullptr;
+    MaybeFault(FaultPoint::kBeforePost);
     detail::Post(op);
+    MaybeFault(FaultPoint::kAfterPost);
+    // A sibling may have aborted this launch meanwhile; peers then take this
+    // post for one that will not read.  Looked at after the post, before any
+    // read.
+    if (op->comm().Aborted(op->key.launch)) {
+      *failure = op->comm().Why();
+      detail::Abort(op, *failure, op->comm().self().world, /*final=*/true);
+      op->comm().EndOperation();
+      return Outcome::kFailed;
+    }
   }
   if (op->at == Op::At::kStages) {
     const int stages = static_cast<int>(plan.stages.size());
     while (op->stage < stages) {
       if (!await(&end)) return end;
+      if (op->stage + 1 == stages) MaybeFault(FaultPoint::kMidStages);
       detail::RunStage(*op, plan.stages[static_cast<size_t>(op->stage)]);
       ++op->stage;
       op->cursor = 0;
@@ -211,8 +225,10 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
       return Outcome::kFailed;
     }
     const bool direct = b->transport == Transport::kDirect;
+    MaybeFault(FaultPoint::kBeforeAck);
     detail::AckSources(*op, direct);
     MarkDone(op->own());
+    MaybeFault(FaultPoint::kAfterAck);
     if (direct) {
       op->at = Op::At::kExit;
       op->cursor = 0;

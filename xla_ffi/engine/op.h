@@ -20,7 +20,7 @@ struct LocalSlot {
   std::atomic<uint32_t> claimed{0};  // 0 idle (perhaps draining), 1 in use
   std::atomic<uint64_t> gen{0};
   Comm* comm = nullptr;  // of the last operation; nullptr = never used
-  uint64_t launch = 0;
+  Key key;  // of the last operation
   bool all_read = false;
   int one_reader = -1;
   bool displaced = false;
@@ -44,7 +44,6 @@ struct PeerPost {
   const Slot* slot = nullptr;
   int index = 0;
   uint64_t gen = 0;
-  uint64_t epoch = 0;  // the peer's abort_epoch before the match
   const unsigned char* window = nullptr;
   const void* const* inputs = nullptr;
   void* const* outputs = nullptr;
@@ -65,8 +64,8 @@ struct Op {
   bool aborted = false;  // kExit only drains what may still be read
   uint64_t start_ns = 0, check_ns = 0;
   bool warned = false;
-  // Idle rule: what the suspect's heartbeat said when the stall was first seen.
-  uint64_t idle_since_ns = 0, idle_peer_cpu = 0, idle_own_cpu = 0;
+  // Idle rule: CPU time of all processes when the stall was first seen.
+  uint64_t idle_since_ns = 0, idle_cpu = 0;
   unsigned char* window = nullptr;
   // Operands while there is no slot to keep them in.
   const void* const* in = nullptr;
@@ -110,6 +109,9 @@ bool Drained(const RankState& rank, int slot);
 bool TryClaim(Op* op);
 void Post(Op* op);
 bool Find(const Op& op, int position, PeerPost* post);
+// The peer's slot for a key and its generation; nullptr if it has none.
+const Slot* FindSlot(const Comm& comm, int position, const Key& key, int likely,
+                     uint64_t* gen);
 // 1: go on; 0: not yet; -1: look closer (something failed or changed).
 int Ready(Op* op);
 // Group position the op waits for (valid after Ready() returned 0).
@@ -121,8 +123,9 @@ void AckSources(const Op& op, bool wake);
 
 // True if the op is over (failure filled); false to keep waiting.
 bool SlowCheck(Op* op, uint64_t now_ns, Failure* failure);
-// False if the op turned out to be able to go on.
-bool Abort(Op* op, const Failure& why, int culprit);
+// False if the op turned out to be able to go on.  `final`: a peer's abort of
+// this very operation is committed, so it cannot.
+bool Abort(Op* op, const Failure& why, int culprit, bool final = false);
 // After the last stage: whether every source still stands by its post.
 bool Confirm(Op* op, Failure* failure);
 bool FindMismatch(Op* op, uint64_t now_ns, int position, Failure* failure);

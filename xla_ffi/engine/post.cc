@@ -7,22 +7,24 @@
 namespace strata::detail {
 namespace {
 
-// Whether reader `p` of launch `launch` will never again read on behalf of it:
-// its process is dead, or its own launch is over or aborted.
-bool Gone(const Comm& comm, int p, uint64_t launch) {
+// Whether group position `p` will not read this rank's operation `key` any
+// more: it acknowledged, its process is dead, its launch is over, or its own
+// part is aborted.  Order of reads: entry before slots, so that a slot posted
+// after the look belongs to a rank that sees its own abort before it reads.
+bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
+                const Key& key, int p) {
+  if (Acked(AckWord(control, slot, p), gen)) return true;
   if (comm.world().Dead(comm.rank(p).process)) return true;
   const CommEntry* e = comm.PeerEntry(p);
-  return e != nullptr &&
-         (e->ordinal.load(std::memory_order_acquire) > launch ||
-          e->aborted.load(std::memory_order_acquire) >= launch ||
-          e->broken.load(std::memory_order_acquire) != 0);
-}
-
-bool ReaderDone(const RankState& rank, int slot, const LocalSlot& local,
-                int p) {
-  return Acked(AckWord(rank.control, slot, p),
-               local.gen.load(std::memory_order_relaxed)) ||
-         Gone(*local.comm, p, local.launch);
+  if (e == nullptr) return false;
+  if (e->ordinal.load(std::memory_order_acquire) > key.launch) return true;
+  if (e->aborted.load(std::memory_order_seq_cst) < key.launch &&
+      e->broken.load(std::memory_order_seq_cst) == 0) {
+    return false;
+  }
+  uint64_t theirs;
+  const Slot* s = FindSlot(comm, p, key, slot % kWays, &theirs);
+  return s == nullptr || StateOf(*s) == MakeState(theirs, Phase::kAborted);
 }
 
 void GiveWindowBack(LocalSlot* local) {
@@ -86,17 +88,16 @@ void SweepWindows(RankState* rank) {
 
 bool Drained(const RankState& rank, int slot) {
   const LocalSlot& local = rank.slots[static_cast<size_t>(slot)];
-  if (local.all_read) {
-    const int n = local.comm->size();
-    for (int p = 0; p < n; ++p) {
-      if (p != local.comm->me() && !ReaderDone(rank, slot, local, p)) {
-        return false;
-      }
-    }
-    return true;
+  const uint64_t gen = local.gen.load(std::memory_order_relaxed);
+  auto done = [&](int p) {
+    return ReaderDone(*local.comm, rank.control, slot, gen, local.key, p);
+  };
+  if (!local.all_read) return local.one_reader < 0 || done(local.one_reader);
+  const int n = local.comm->size();
+  for (int p = 0; p < n; ++p) {
+    if (p != local.comm->me() && !done(p)) return false;
   }
-  return local.one_reader < 0 ||
-         ReaderDone(rank, slot, local, local.one_reader);
+  return true;
 }
 
 bool TryClaim(Op* op) {
@@ -177,7 +178,7 @@ bool TryClaim(Op* op) {
   past.gen.store(op->gen, std::memory_order_relaxed);
   b->count.store(n + 1, std::memory_order_relaxed);
   local.comm = b->comm;
-  local.launch = op->key.launch;
+  local.key = op->key;
   local.all_read = b->all_read_me;
   local.one_reader = b->one_reader;
   const size_t leaves = b->instance->spec().leaves.size();
@@ -218,43 +219,45 @@ void Post(Op* op) {
   WakeReaders(*op);
 }
 
+const Slot* FindSlot(const Comm& comm, int position, const Key& key, int likely,
+                     uint64_t* gen) {
+  const Control* c = comm.rank(position).shadow;
+  const int home = HomeBucket(key);
+  for (int w = 0; w < kWays; ++w) {
+    const Slot* s = &c->slots[home * kWays + (likely ^ w)];
+    if ((*gen = Match(*s, key)) != 0) return s;
+  }
+  if (c->displaced.load(std::memory_order_seq_cst) != 0) {
+    for (const Slot& s : c->slots) {
+      if ((*gen = Match(s, key)) != 0) return &s;
+    }
+  }
+  return nullptr;
+}
+
 bool Find(const Op& op, int position, PeerPost* post) {
   const Comm& comm = op.comm();
   const Control* c = comm.rank(position).shadow;
-  const uint64_t epoch = AbortEpoch(c);
-  auto look = [&](int index) {
-    const Slot& s = c->slots[index];
-    const uint64_t gen = Match(s, op.key);
-    if (gen == 0) return false;
-    post->slot = &s;
-    post->index = index;
-    post->gen = gen;
-    post->epoch = epoch;
-    const uint64_t window = s.window.load(std::memory_order_relaxed);
-    const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
-    post->window =
-        window != 0 ? reinterpret_cast<const unsigned char*>(window)
-        : bytes <= kInlineBytes
-            ? s.inline_payload
-            : op.world().arena().Payload(const_cast<Control*>(c), index);
-    post->inputs = reinterpret_cast<const void* const*>(
-        s.inputs.load(std::memory_order_relaxed));
-    post->outputs = reinterpret_cast<void* const*>(
-        s.outputs.load(std::memory_order_relaxed));
-    return true;
-  };
-  const int home = HomeBucket(op.key);
   // Ranks advance alike, so the peer most likely used the way that we did.
   const int likely = op.slot >= 0 ? op.slot % kWays : 0;
-  for (int w = 0; w < kWays; ++w) {
-    if (look(home * kWays + (likely ^ w))) return true;
-  }
-  if (c->displaced.load(std::memory_order_seq_cst) != 0) {
-    for (int i = 0; i < kSlots; ++i) {
-      if (look(i)) return true;
-    }
-  }
-  return false;
+  uint64_t gen;
+  const Slot* s = FindSlot(comm, position, op.key, likely, &gen);
+  if (s == nullptr) return false;
+  post->slot = s;
+  post->index = static_cast<int>(s - c->slots);
+  post->gen = gen;
+  const uint64_t window = s->window.load(std::memory_order_relaxed);
+  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
+  post->window =
+      window != 0 ? reinterpret_cast<const unsigned char*>(window)
+      : bytes <= kInlineBytes
+          ? s->inline_payload
+          : op.world().arena().Payload(const_cast<Control*>(c), post->index);
+  post->inputs = reinterpret_cast<const void* const*>(
+      s->inputs.load(std::memory_order_relaxed));
+  post->outputs = reinterpret_cast<void* const*>(
+      s->outputs.load(std::memory_order_relaxed));
+  return true;
 }
 
 int Ready(Op* op) {
@@ -267,17 +270,15 @@ int Ready(Op* op) {
       const int p = static_cast<int>(op->cursor);
       const bool reads = op->binding->all_read_me ? p != comm.me()
                                                   : p == op->binding->one_reader;
-      if (!reads || Acked(AckWord(op->state->control, op->slot, p), op->gen)) {
+      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
+                               op->key, p)) {
         continue;
       }
-      // An aborted reader may be in the middle of a stage; it acknowledges
-      // when it leaves.  One that has not posted yet will find this slot
-      // ABORTED before it reads.
-      if (!op->aborted && !Gone(comm, p, op->key.launch)) return 0;
-      PeerPost post;
-      if (!comm.world().Dead(comm.rank(p).process) && Find(*op, p, &post) &&
-          PhaseOf(StateOf(*post.slot)) != Phase::kAborted &&
-          !Acked(AckWord(op->state->control, op->slot, p), op->gen)) {
+      if (!op->aborted) return 0;
+      // Who has not posted will find this slot ABORTED before it reads.
+      uint64_t gen;
+      const Slot* s = FindSlot(comm, p, op->key, op->slot % kWays, &gen);
+      if (s != nullptr && StateOf(*s) != MakeState(gen, Phase::kAborted)) {
         return 0;
       }
     }
@@ -289,11 +290,9 @@ int Ready(Op* op) {
     const int p = stage.needs[op->cursor];
     PeerPost& post = op->found[p];
     if (post.slot == nullptr && !Find(*op, p, &post)) return 0;
-    if (required > 0 && Progress(*post.slot) < required) {
-      return StateOf(*post.slot) == MakeState(post.gen, Phase::kPosted) ? 0
-                                                                        : -1;
-    }
-    if (StateOf(*post.slot) != MakeState(post.gen, Phase::kPosted)) return -1;
+    // A request to abort is not an abort: Confirm decides.
+    if (StateOf(*post.slot) == MakeState(post.gen, Phase::kAborted)) return -1;
+    if (required > 0 && Progress(*post.slot) < required) return 0;
   }
   return 1;
 }

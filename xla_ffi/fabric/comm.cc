@@ -146,7 +146,6 @@ void Comm::Break(const Failure& why, int culprit) {
                           static_cast<uint64_t>(culprit) << 8,
                       std::memory_order_release);
   entry_->broken.store(1, std::memory_order_seq_cst);
-  self().rw->abort_epoch.fetch_add(1, std::memory_order_seq_cst);
   WakeGroup();
 }
 

@@ -60,11 +60,6 @@ bool Inspect(const Slot& s, Key* k, Description* d, uint64_t* progress,
   return GenOf(again) == GenOf(state) && *phase != Phase::kFree;
 }
 
-void SetPhase(Slot* s, Control* own, uint64_t gen, Phase p) {
-  s->state.store(MakeState(gen, p), std::memory_order_seq_cst);
-  own->abort_epoch.fetch_add(1, std::memory_order_seq_cst);
-}
-
 void Sleep(Control* own, uint32_t seen, uint64_t nanoseconds) {
   timespec t;
   t.tv_sec = static_cast<time_t>(nanoseconds / 1000000000u);

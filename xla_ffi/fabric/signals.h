@@ -3,9 +3,10 @@
 // (payload bytes are copied by the engine, ordered by the words below).
 //
 // Invariant: a rank's control block is written by that rank alone, except for
-// two words that a peer writes through its private writable alias: the `acks`
-// of a slot and the doorbell (`bell`, `wait_mask`).  Everything lives in a
-// zero-filled memfd; all-zero is the valid initial state.
+// what peers write through their private writable alias: the `acks` of a slot,
+// the doorbell (`bell`, `wait_mask`), and `state` in one single step, from
+// ABORT_REQ back to POSTED (Help).  Everything lives in a zero-filled memfd;
+// all-zero is the valid initial state.
 //
 // Which store pairs with which load (docs/protocol.md tells the same story in
 // prose; tests/protocol checks it):
@@ -22,11 +23,15 @@
 //     differs from the first one read.
 //   Ack: slot.acks[reader]      release   ->  Acked()               acquire
 //     the reader's loads of the payload happen before the owner reuses it.
-//   RequestAbort: state=ABORT_REQ, abort_epoch+1 seq_cst  ->  the finisher's
-//     AbortEpoch() seq_cst, which follows its Find/Progress loads seq_cst.
+//   Abort: state=ABORT_REQ seq_cst, then the condition is read again seq_cst,
+//     then CommitAbort (CAS to ABORTED)  ->  the finisher's StateOf() seq_cst,
+//     which follows its Find/Progress loads, and Help (CAS back to POSTED).
+//     One of the two CAS wins: the operation is aborted or it goes on, for all.
 //   Comm entry: ordinal, aborted release -> acquire; read on slow paths only.
-//   Arm: wait_mask |= bit seq_cst, then the condition is read again ->
-//     Wake: (after the condition's seq_cst store) wait_mask seq_cst.
+//   Arm: bell is read, wait_mask |= bit, then the condition is read again, all
+//     seq_cst  ->  Wake: (after the condition's seq_cst store) wait_mask
+//     seq_cst, then bell+1.  The bell is read first: a ring for an older event
+//     between the two would otherwise take the bit away unseen.
 #pragma once
 
 #include <atomic>
@@ -108,8 +113,7 @@ struct Control {
   std::atomic<uint64_t> cpu_ns;
   alignas(64) std::atomic<uint64_t> wait_mask;
   std::atomic<uint32_t> bell;
-  alignas(64) std::atomic<uint64_t> abort_epoch;
-  std::atomic<uint64_t> displaced;  // posts that live outside their home bucket
+  alignas(64) std::atomic<uint64_t> displaced;  // posts that live outside their home bucket
   Slot slots[kSlots];
   CommEntry comms[kCommEntries];
   std::atomic<uint32_t> more_acks[kSlots][kMaxRanks - kInlineAcks];
@@ -146,8 +150,11 @@ inline uint64_t Match(const Slot& s, const Key& k) {
     return 0;
   }
   const uint64_t again = s.state.load(std::memory_order_acquire);
-  // The phase may move on (POSTED <-> ABORT_REQ); the generation may not.
-  return GenOf(again) == GenOf(state) ? GenOf(state) : 0;
+  // The phase may move on (POSTED <-> ABORT_REQ); the generation may not, and
+  // FREE of the same generation means that the key words are the next ones.
+  return GenOf(again) == GenOf(state) && PhaseOf(again) != Phase::kFree
+             ? GenOf(state)
+             : 0;
 }
 inline uint64_t Progress(const Slot& s) {
   return s.progress.load(std::memory_order_seq_cst);
@@ -166,18 +173,32 @@ inline bool Acked(const std::atomic<uint32_t>& word, uint64_t gen) {
 bool Inspect(const Slot& s, Key* k, Description* d, uint64_t* progress,
              Phase* phase);
 
-// Abort.  The caller re-reads its condition between Request and Resolve.
-void SetPhase(Slot* s, Control* own, uint64_t gen, Phase p);
-inline uint64_t AbortEpoch(const Control* c) {
-  return c->abort_epoch.load(std::memory_order_seq_cst);
+// Abort.  The owner stores ABORT_REQ, reads its condition again, and commits;
+// a finisher whose conditions all held takes the request back.
+inline void SetPhase(Slot* s, uint64_t gen, Phase p) {
+  s->state.store(MakeState(gen, p), std::memory_order_seq_cst);
+}
+inline bool CommitAbort(Slot* s, uint64_t gen) {
+  uint64_t expected = MakeState(gen, Phase::kAbortReq);
+  return s->state.compare_exchange_strong(
+      expected, MakeState(gen, Phase::kAborted), std::memory_order_seq_cst);
+}
+// True if the post stands: it was POSTED, or it is again.
+inline bool Help(Slot* s, uint64_t gen) {
+  uint64_t expected = MakeState(gen, Phase::kAbortReq);
+  return s->state.compare_exchange_strong(
+             expected, MakeState(gen, Phase::kPosted),
+             std::memory_order_seq_cst) ||
+         expected == MakeState(gen, Phase::kPosted);
 }
 
 // Waiting.  A bit stands for all ranks r with the same r & 63: a spurious wake
 // is harmless, a missed one is not possible.
 inline uint64_t RankBit(int rank) { return uint64_t{1} << (rank & 63); }
 inline uint32_t Arm(Control* own, uint64_t bits) {
+  const uint32_t seen = own->bell.load(std::memory_order_seq_cst);
   own->wait_mask.fetch_or(bits, std::memory_order_seq_cst);
-  return own->bell.load(std::memory_order_seq_cst);
+  return seen;
 }
 // Sleeps until the bell moves on from `seen` or the time is over.
 void Sleep(Control* own, uint32_t seen, uint64_t nanoseconds);

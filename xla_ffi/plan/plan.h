@@ -18,7 +18,8 @@ namespace strata {
 enum class Space : uint8_t {
   kInput,   // the operand XLA handed to that rank
   kOutput,  // the result XLA handed to that rank
-  kWindow,  // that rank's staging window in the arena (one buffer, leaves packed)
+  kWindow,  // that rank's staging window in the arena (one buffer, leaves
+            // packed)
   kZero,    // an endless source of zero bytes; rank, buffer, offset are 0
 };
 
@@ -63,10 +64,15 @@ struct Stage {
   std::vector<uint16_t> needs;
 };
 
+// No stages: nothing to move, so nobody to wait for (all leaves are empty, or
+// a barrier of one).  Every output byte, and every window byte, is written
+// once.  Output may be input (same leaf, same address) in staged psum and
+// ppermute plans, in direct two-phase ones and in local ones; elsewhere a peer
+// may still read the operand that would be overwritten.
 struct Plan {
-  std::string algorithm;
+  std::string algorithm;  // for people; see Describe in plan/describe.h
   std::vector<Stage> stages;
-  int64_t window_bytes = 0;       // size of this rank's staging window; 0 = none
+  int64_t window_bytes = 0;  // size of this rank's staging window; 0 = none
   std::vector<uint16_t> sources;  // peers this rank reads: union of needs
   std::vector<uint16_t> readers;  // peers that read this rank: p is in
                                   // readers(me) iff me is in sources(p)
@@ -85,22 +91,24 @@ enum class Transport : uint8_t {
   kDirect,  // peers read Space::kInput / kOutput of each other
 };
 
+// For psum; the other operators have one algorithm each and ignore this.
 enum class Algorithm : uint8_t {
   kAuto,
-  kOneShot,     // every rank reads every operand whole
-  kTwoPhase,    // full-mesh reduce-scatter, then full-mesh all-gather
+  kOneShot,   // every rank reads every operand whole
+  kTwoPhase,  // full-mesh reduce-scatter, then full-mesh all-gather
 };
 
 struct Problem {
   OpKind op = OpKind::kPsum;
   ReduceOp reduce = ReduceOp::kSum;
-  std::vector<Leaf> leaves;
+  std::vector<Leaf> leaves;  // none for a barrier
   int ranks = 1;
   int me = 0;
   // ppermute: (source, destination) positions; sources and destinations unique.
   std::vector<std::pair<int, int>> permutation;
   Transport transport = Transport::kStaged;
-  // Staged operands larger than this are cut and pipelined; 0 = one piece.
+  // Staged operands larger than this, leaves together, are cut into chunks of
+  // this size (rounded up to 64) and pipelined; 0 = one piece.
   int64_t chunk_bytes = 0;
   Algorithm algorithm = Algorithm::kAuto;
 };
