@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching
 
@@ -72,6 +73,16 @@ def batch(
     if axis_data.name not in names:
         return False, tuple(names)
     return True, tuple(n for n in names if n != axis_data.name)
+
+
+def sum_batch(xs: Sequence[Any], dims: Sequence[Any], n: int) -> list[Any]:
+    """Sums over vmap's own axis, of size n; what is not batched counts n times."""
+    return [
+        x * lax.convert_element_type(n, x.dtype)
+        if d is None
+        else jnp.sum(x, axis=d, dtype=x.dtype)
+        for x, d in zip(xs, dims, strict=True)
+    ]
 
 
 def def_linear(
