@@ -207,10 +207,9 @@ void Post(Op* op) {
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
   // Published by the state word; a window inside the slot needs no address.
-  s->window.store(local.window == op->window
-                      ? reinterpret_cast<uint64_t>(op->window)
-                      : 0,
-                  std::memory_order_relaxed);
+  s->window.store(
+      local.window == op->window ? reinterpret_cast<uint64_t>(op->window) : 0,
+      std::memory_order_relaxed);
   s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
                   std::memory_order_relaxed);
   s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
@@ -268,10 +267,11 @@ int Ready(Op* op) {
     const int n = comm.size();
     for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
       const int p = static_cast<int>(op->cursor);
-      const bool reads = op->binding->all_read_me ? p != comm.me()
-                                                  : p == op->binding->one_reader;
-      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
-                               op->key, p)) {
+      const bool reads = op->binding->all_read_me
+                             ? p != comm.me()
+                             : p == op->binding->one_reader;
+      if (!reads ||
+          ReaderDone(comm, op->state->control, op->slot, op->gen, op->key, p)) {
         continue;
       }
       if (!op->aborted) return 0;
