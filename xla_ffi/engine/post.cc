@@ -271,10 +271,11 @@ int Ready(Op* op) {
     const int n = comm.size();
     for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
       const int p = static_cast<int>(op->cursor);
-      const bool reads = op->binding->all_read_me ? p != comm.me()
-                                                  : p == op->binding->one_reader;
-      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
-                               op->key, p)) {
+      const bool reads = op->binding->all_read_me
+                             ? p != comm.me()
+                             : p == op->binding->one_reader;
+      if (!reads ||
+          ReaderDone(comm, op->state->control, op->slot, op->gen, op->key, p)) {
         continue;
       }
       if (!op->aborted) return 0;

@@ -147,8 +147,8 @@ size_t Allocator::Allocate(size_t bytes, size_t alignment) {
   uint32_t b = Find(count + static_cast<uint32_t>(align) - 1);
   if (b == kNil) return kFull;
   Remove(b);
-  const uint32_t skip = static_cast<uint32_t>(
-      (align - blocks_[b].start % align) % align);
+  const uint32_t skip =
+      static_cast<uint32_t>((align - blocks_[b].start % align) % align);
   if (skip != 0) {
     Split(b, skip);
     const uint32_t aligned = blocks_[b].after;
