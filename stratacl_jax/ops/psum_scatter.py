@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
@@ -116,7 +115,7 @@ def _batch(
     mine, names = _axes.batch(axis_data, dims, axes)
     if not mine:
         moved = [
-            x if d is None else batching.moveaxis(x, d, 1)
+            x if d is None else jnp.moveaxis(x, d, 1)
             for x, d in zip(xs, dims, strict=True)
         ]
         out = psum_scatter_p.bind(*moved, axes=axes, groups=groups, size=size)
