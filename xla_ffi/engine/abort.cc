@@ -222,8 +222,8 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  // Not taken before the loads of the payload are over, on any machine.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Needs no order with the loads of the payload: a source leaves its bytes
+  // alone until this operation has acknowledged them or is ABORTED.
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
     const uint64_t state = StateOf(*post.slot);
