@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from .. import _compat
 
@@ -119,4 +120,4 @@ def def_impl(primitive: Any) -> None:
 
 
 def to_front(x: Any, d: int) -> Any:
-    return batching.moveaxis(x, d, 0)
+    return jnp.moveaxis(x, d, 0)

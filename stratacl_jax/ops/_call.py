@@ -89,6 +89,7 @@ def register(
       call_options: for the custom call, as `has_side_effect`.
     """
     lax_rule = mlir.lower_fun(fallback, multiple_results=True)
+
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if not world.available():
             return lax_rule(ctx, *operands, **params)

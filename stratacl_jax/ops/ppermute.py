@@ -53,8 +53,10 @@ def ppermute(x: Any, axis_name: Any, perm: Sequence[tuple[int, int]]) -> Any:
 
 def _canonical(perm: Sequence[tuple[int, int]], size: int) -> Pairs:
     pairs = tuple((int(s), int(d)) for s, d in perm)
-    for what, ends in (("source", [s for s, _ in pairs]),
-                       ("destination", [d for _, d in pairs])):
+    for what, ends in (
+        ("source", [s for s, _ in pairs]),
+        ("destination", [d for _, d in pairs]),
+    ):
         wrong = [i for i in ends if not -size <= i < size]
         if wrong:
             raise ValueError(

@@ -224,4 +224,3 @@ def _transpose_invariant(
 
 _axes.def_linear(psum_p, _transpose)
 _axes.def_linear(psum_invariant_p, _transpose_invariant)
-

@@ -116,8 +116,7 @@ def _batch(
     if mine:
         raise NotImplementedError("psum_scatter over an axis that vmap names")
     moved = [
-        x if d is None else batching.moveaxis(x, d, 1)
-        for x, d in zip(xs, dims, strict=True)
+        x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(xs, dims, strict=True)
     ]
     out = psum_scatter_p.bind(*moved, axes=axes, groups=groups, size=size)
     return out, [None if d is None else 0 for d in dims]

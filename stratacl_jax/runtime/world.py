@@ -48,9 +48,10 @@ def native_module() -> Any:
             f"the fabric needs Linux, this is {platform.system()}; every operator is "
             "jax.lax's own here"
         )
-    from .. import _native
+    # Not `from .. import`: type checkers know it only where it has been built.
+    import stratacl_jax._native as native
 
-    return _native
+    return native
 
 
 def _local_device_count() -> int:
@@ -226,9 +227,7 @@ def initialize(*, timeout: float | None = None) -> None:
         }
 
 
-def _bootstrap(
-    native: Any, process: int, processes: int, ranks: int
-) -> dict[str, Any]:
+def _bootstrap(native: Any, process: int, processes: int, ranks: int) -> dict[str, Any]:
     from .. import _compat
     from . import bootstrap
 
@@ -392,4 +391,3 @@ def available() -> bool:
         say_once(str(error))
         return False
     return True
-

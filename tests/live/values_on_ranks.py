@@ -60,9 +60,7 @@ def every_operator(name: str, check_vma: bool) -> None:
     for rank, got in sheet.run(program, x, y, z, check_vma=check_vma).items():
         expected = {
             "psum": sums,
-            "all_gather": [
-                np.stack([x[r][k] for r in range(n)]) for k in range(count)
-            ],
+            "all_gather": [np.stack([x[r][k] for r in range(n)]) for k in range(count)],
             "ppermute": x[rank - 1],
             "barrier": x[rank][:2],
             "psum_scatter": [

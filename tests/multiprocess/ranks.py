@@ -35,7 +35,9 @@ def scatter(rows: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def spmd(function: Callable, mesh: Mesh) -> Callable:
     """The jitted program whose every rank maps its row to a row."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    )
 
 
 def check(found: jax.Array, expected: np.ndarray, what: str = "") -> None:

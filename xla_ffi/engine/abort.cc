@@ -32,10 +32,9 @@ std::string DescribePost(const Description& d, const Key& k) {
   for (int i = 0; i < d.dims_used; ++i) {
     dims.push_back(static_cast<int64_t>(d.dims[i]));
   }
-  return DescribeCall(static_cast<OpKind>(d.op),
-                      static_cast<ReduceOp>(d.reduce),
-                      static_cast<DType>(d.dtype), dims, d.leaves,
-                      d.group_size) +
+  return DescribeCall(
+             static_cast<OpKind>(d.op), static_cast<ReduceOp>(d.reduce),
+             static_cast<DType>(d.dtype), dims, d.leaves, d.group_size) +
          " (launch " + std::to_string(k.launch) + ")";
 }
 
@@ -223,8 +222,8 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  // Not taken before the loads of the payload are over, on any machine.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Needs no order with the loads of the payload: a source leaves its bytes
+  // alone until this operation has acknowledged them or is ABORTED.
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
     const uint64_t state = StateOf(*post.slot);
@@ -253,10 +252,9 @@ bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
   PeerPost post;
   // The peer's launch is over and it never made this call.
   if (ordinal > op->key.launch && !Find(*op, position, &post)) {
-    *failure = MismatchWith(
-        *op, position,
-        "finished its launch without it and is in launch " +
-            std::to_string(ordinal));
+    *failure = MismatchWith(*op, position,
+                            "finished its launch without it and is in launch " +
+                                std::to_string(ordinal));
     return true;
   }
   // The peer made a call, in this very launch, that this process never
@@ -320,8 +318,8 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
            entry->broken.load(std::memory_order_seq_cst) != 0);
       const int culprit =
           entry != nullptr
-              ? static_cast<int>(
-                    entry->cause.load(std::memory_order_acquire) >> 8)
+              ? static_cast<int>(entry->cause.load(std::memory_order_acquire) >>
+                                 8)
               : comm.rank(p).world;
       // If the peer has a slot for this operation, its phase decides.
       if (post.slot != nullptr || Find(*op, p, &post)) {
@@ -336,10 +334,10 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       }
       if (dead && (post.slot == nullptr ||
                    Progress(*post.slot) < static_cast<uint64_t>(op->stage))) {
-        return fail({ErrorKind::kPeerLost,
-                     world.Name(comm.rank(p).world) + " died; " + Where(*op) +
-                         " cannot complete"},
-                    comm.rank(p).world);
+        return fail(
+            {ErrorKind::kPeerLost, world.Name(comm.rank(p).world) + " died; " +
+                                       Where(*op) + " cannot complete"},
+            comm.rank(p).world);
       }
     }
     if (waited > 100 * kMs) {
@@ -358,9 +356,9 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
         op->at == Op::At::kClaim
             ? "no posting slot became free (its readers are late)"
             : "still missing: " + Names(world, missing);
-    return fail({ErrorKind::kDeadlineExceeded,
-                 "waited " + Seconds(waited) + " (STRATACL_TIMEOUT); " + what +
-                     "; " + Where(*op)},
+    return fail({ErrorKind::kDeadlineExceeded, "waited " + Seconds(waited) +
+                                                   " (STRATACL_TIMEOUT); " +
+                                                   what + "; " + Where(*op)},
                 missing.empty() ? comm.self().world : missing[0]);
   }
   if (!op->warned && waited >= world.settings().warn_after_ns) {

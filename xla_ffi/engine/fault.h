@@ -12,11 +12,11 @@ namespace strata {
 
 enum class FaultPoint : int {
   kNone = 0,
-  kBeforePost = 1,   // slot claimed, nothing visible
-  kAfterPost = 2,    // visible, no peer read yet
-  kMidStages = 3,    // before the last stage
-  kBeforeAck = 4,    // all read, nothing acknowledged
-  kAfterAck = 5,     // acknowledged, not returned
+  kBeforePost = 1,      // slot claimed, nothing visible
+  kAfterPost = 2,       // visible, no peer read yet
+  kMidStages = 3,       // before the last stage
+  kBeforeAck = 4,       // all read, nothing acknowledged
+  kAfterAck = 5,        // acknowledged, not returned
   kAbortRequested = 6,  // ABORT_REQ stands, not resolved
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kForever = ~uint64_t{0};
 constexpr uint64_t kCheckEveryNs = 50'000'000;  // slow checks while asleep
-constexpr uint64_t kCreditPollNs = 100'000;  // acknowledgements do not ring
+constexpr uint64_t kCreditPollNs = 100'000;     // acknowledgements do not ring
 
 uint64_t Min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -34,8 +34,7 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
   if (op->start_ns == 0) op->start_ns = begin;
   uint64_t now = begin;
   const uint64_t spin_end = begin + Min(set.spin_ns, budget_ns);
-  const uint64_t yield_end =
-      begin + Min(set.spin_ns + set.yield_ns, budget_ns);
+  const uint64_t yield_end = begin + Min(set.spin_ns + set.yield_ns, budget_ns);
   while (now < yield_end) {
     int r = 0;
     for (int i = 0; i < 32 && r == 0; ++i) {
@@ -250,9 +249,7 @@ namespace {
 constexpr uint32_t kFlush = 1u << 15, kDenormalsAreZero = 1u << 6;
 constexpr uint32_t kRounding = 3u << 13;
 uint64_t GetMode() { return __builtin_ia32_stmxcsr(); }
-void SetMode(uint64_t m) {
-  __builtin_ia32_ldmxcsr(static_cast<uint32_t>(m));
-}
+void SetMode(uint64_t m) { __builtin_ia32_ldmxcsr(static_cast<uint32_t>(m)); }
 uint64_t XlaMode(uint64_t m) {
   return (m & ~uint64_t{kRounding}) | kFlush | kDenormalsAreZero;
 }

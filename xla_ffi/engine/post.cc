@@ -8,17 +8,19 @@ namespace strata::detail {
 namespace {
 
 // Whether group position `p` will not read this rank's operation `key` any
-// more: it acknowledged, its process is dead, its launch is over, or its own
-// part is aborted.  Order of reads: entry before slots, so that a slot posted
-// after the look belongs to a rank that sees its own abort before it reads.
+// more: it acknowledged, its process is dead, its own part is aborted, or its
+// launch is over or aborted and it has no part.  (An aborted launch may be
+// followed by the next one while one of its operations still reads.)  Order of
+// reads: entry before slots, so that a slot posted after the look belongs to a
+// rank that sees its own abort before it reads.
 bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
                 const Key& key, int p) {
   if (Acked(AckWord(control, slot, p), gen)) return true;
   if (comm.world().Dead(comm.rank(p).process)) return true;
   const CommEntry* e = comm.PeerEntry(p);
   if (e == nullptr) return false;
-  if (e->ordinal.load(std::memory_order_acquire) > key.launch) return true;
-  if (e->aborted.load(std::memory_order_seq_cst) < key.launch &&
+  if (e->ordinal.load(std::memory_order_acquire) <= key.launch &&
+      e->aborted.load(std::memory_order_seq_cst) < key.launch &&
       e->broken.load(std::memory_order_seq_cst) == 0) {
     return false;
   }
@@ -207,10 +209,9 @@ void Post(Op* op) {
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
   // Published by the state word; a window inside the slot needs no address.
-  s->window.store(local.window == op->window
-                      ? reinterpret_cast<uint64_t>(op->window)
-                      : 0,
-                  std::memory_order_relaxed);
+  s->window.store(
+      local.window == op->window ? reinterpret_cast<uint64_t>(op->window) : 0,
+      std::memory_order_relaxed);
   s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
                   std::memory_order_relaxed);
   s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
@@ -268,10 +269,11 @@ int Ready(Op* op) {
     const int n = comm.size();
     for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
       const int p = static_cast<int>(op->cursor);
-      const bool reads = op->binding->all_read_me ? p != comm.me()
-                                                  : p == op->binding->one_reader;
-      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
-                               op->key, p)) {
+      const bool reads = op->binding->all_read_me
+                             ? p != comm.me()
+                             : p == op->binding->one_reader;
+      if (!reads ||
+          ReaderDone(comm, op->state->control, op->slot, op->gen, op->key, p)) {
         continue;
       }
       if (!op->aborted) return 0;
@@ -375,9 +377,7 @@ void AckSources(const Op& op, bool wake) {
     Ack(AckWord(comm.rank(p).rw, post.index, comm.me()), post.gen);
   }
   if (!wake) return;
-  // The acknowledgement (release) and the mask form a store-load race with the
-  // owner's Arm; here the owner sleeps for it, so it is ordered.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  AcksBeforeMasks();  // here the owner sleeps for them
   for (int p : op.binding->plan.sources) {
     if (NeedsWake(comm.rank(p).shadow, bit)) Wake(comm.rank(p).rw, bit);
   }
