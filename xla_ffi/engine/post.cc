@@ -208,10 +208,15 @@ void Post(Op* op) {
   }
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
-  // Published by the state word; a window inside the slot needs no address.
-  s->window.store(
-      local.window == op->window ? reinterpret_cast<uint64_t>(op->window) : 0,
-      std::memory_order_relaxed);
+  // Published by the state word.  The post itself says where its bytes are: a
+  // reader that nobody reads has a plan without a window and cannot know.
+  uint64_t window = kWindowInline;
+  if (op->window != nullptr && op->window == local.window) {
+    window = reinterpret_cast<uint64_t>(op->window);
+  } else if (static_cast<uint64_t>(b->plan.window_bytes) > kInlineBytes) {
+    window = kWindowPayload;
+  }
+  s->window.store(window, std::memory_order_relaxed);
   s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
                   std::memory_order_relaxed);
   s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
@@ -248,12 +253,11 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
   post->window =
-      window != 0 ? reinterpret_cast<const unsigned char*>(window)
-      : bytes <= kInlineBytes
-          ? s->inline_payload
-          : op.world().arena().Payload(const_cast<Control*>(c), post->index);
+      window == kWindowInline ? s->inline_payload
+      : window == kWindowPayload
+          ? op.world().arena().Payload(const_cast<Control*>(c), post->index)
+          : reinterpret_cast<const unsigned char*>(window);
   post->inputs = reinterpret_cast<const void* const*>(
       s->inputs.load(std::memory_order_relaxed));
   post->outputs = reinterpret_cast<void* const*>(

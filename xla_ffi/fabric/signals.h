@@ -95,11 +95,16 @@ struct Description {
 
 inline constexpr uint64_t kDone = ~uint64_t{0};
 
+// Values of Slot::window; any other is an address in the owner's arena.
+inline constexpr uint64_t kWindowInline = 0;  // inside the slot
+inline constexpr uint64_t kWindowPayload =
+    1;  // the slot's room behind the table
+
 struct alignas(64) Slot {
   // line 0: what a reader needs to match and to find the bytes
   std::atomic<uint64_t> state;
   std::atomic<uint64_t> comm, site, launch, instance;
-  std::atomic<uint64_t> window;   // address in the owner's arena; 0 = in place
+  std::atomic<uint64_t> window;   // where the bytes are, see kWindow* below
   std::atomic<uint64_t> inputs;   // address of the owner's pointer table, for
   std::atomic<uint64_t> outputs;  //   peers in the same address space only
   // line 1: a payload of at most kInlineBytes
