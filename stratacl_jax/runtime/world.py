@@ -195,12 +195,8 @@ def initialize(*, timeout: float | None = None) -> None:
         _secure_launch_pool()
         if _compat.distributed_client() is None and not _compat.backend_started():
             cluster = detect_cluster()
-            if cluster is not None and cluster.coordinator is None:
-                jax.distributed.initialize()
-            elif cluster is not None:
-                jax.distributed.initialize(
-                    cluster.coordinator, cluster.num_processes, cluster.process_id
-                )
+            if cluster is not None:
+                cluster.connect()
         config.freeze()
         try:
             process, processes = _compat.process_index(), _compat.process_count()
