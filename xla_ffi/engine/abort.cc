@@ -161,7 +161,9 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
       return {kind, who + " died during " + op.binding->instance->Describe() +
                         " (found by " + by + "; " + Where(op) + ")"};
     case ErrorKind::kDeadlineExceeded:
-      return {kind, by + " gave up waiting for " + who + " (" + Where(op) +
+      // The one that was missing may be the one that tells us.
+      return {kind, (by == who ? "a rank of the group" : by) +
+                        " gave up waiting for " + who + " (" + Where(op) +
                         "); the operation is aborted on all ranks"};
     default:
       return {kind == ErrorKind::kNone ? ErrorKind::kInvalidUsage : kind,
