@@ -41,6 +41,7 @@ std::string DescribePost(const Description& d, const Key& k) {
 // Ranks the op still waits for, from its cursor on.
 std::vector<int> MissingRanks(const Op& op) {
   std::vector<int> missing;
+  if (op.at == Op::At::kClaim) return LateReaders(op);
   if (op.at != Op::At::kStages) {
     if (Missing(op) >= 0) missing.push_back(op.comm().rank(Missing(op)).world);
     return missing;
@@ -355,9 +356,10 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
   if (waited >= world.settings().timeout_ns) {
     const std::vector<int> missing = MissingRanks(*op);
     const std::string what =
-        op->at == Op::At::kClaim
-            ? "no posting slot became free (its readers are late)"
-            : "still missing: " + Names(world, missing);
+        (op->at == Op::At::kClaim
+             ? "no posting slot became free, for earlier posts still await "
+             : "still missing: ") +
+        Names(world, missing);
     return fail({ErrorKind::kDeadlineExceeded, "waited " + Seconds(waited) +
                                                    " (STRATACL_TIMEOUT); " +
                                                    what + "; " + Where(*op)},
