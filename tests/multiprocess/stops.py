@@ -178,7 +178,7 @@ def meet_survivors(name: str, victim: int) -> None:
 
 # --- within the deadline --------------------------------------------------------
 
-PAUSE_S = 2.0
+PAUSE_S = 1.5
 
 
 def chain(columns: int) -> Callable[[], None]:
