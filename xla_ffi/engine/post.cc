@@ -1,4 +1,5 @@
 // Claiming a slot, posting, finding the peers' posts, running a stage.
+#include <algorithm>
 #include <cstring>
 
 #include "engine/kernels.h"
@@ -100,6 +101,40 @@ bool Drained(const RankState& rank, int slot) {
     if (p != local.comm->me() && !done(p)) return false;
   }
   return true;
+}
+
+std::vector<int> LateReaders(const Op& op) {
+  const Binding* b = op.binding;
+  RankState* rank = op.state;
+  std::vector<int> late;
+  auto look = [&](int slot) {
+    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+    uint32_t idle = 0;
+    // Held while it is looked at, so that nobody rewrites it meanwhile.
+    if (!local.claimed.compare_exchange_strong(idle, 1,
+                                               std::memory_order_acquire)) {
+      return;
+    }
+    if (const Comm* comm = local.comm; comm != nullptr) {
+      const uint64_t gen = local.gen.load(std::memory_order_relaxed);
+      for (int p = 0; p < comm->size(); ++p) {
+        const bool reads =
+            local.all_read ? p != comm->me() : p == local.one_reader;
+        const int world = comm->rank(p).world;
+        if (reads && std::find(late.begin(), late.end(), world) == late.end() &&
+            !ReaderDone(*comm, rank->control, slot, gen, local.key, p)) {
+          late.push_back(world);
+        }
+      }
+    }
+    local.claimed.store(0, std::memory_order_release);
+  };
+  // The execution whose credit is due, else (the table is full) every slot.
+  const uint64_t n = b->count.load(std::memory_order_relaxed);
+  const int due = b->past[n % kWays].slot.load(std::memory_order_relaxed);
+  if (due >= 0) look(due);
+  for (int s = 0; s < kSlots && late.empty(); ++s) look(s);
+  return late;
 }
 
 bool TryClaim(Op* op) {
