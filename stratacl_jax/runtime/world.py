@@ -364,7 +364,8 @@ def translate_errors() -> Any:
     """Turns XLA's exceptions into this package's, inside a `with` block.
 
     A failure inside a compiled program reaches Python as `jax.errors.
-    JaxRuntimeError` with a text that begins "stratacl: PeerLost: ...". In this
+    JaxRuntimeError` or, if it shows while the program is being called, as
+    `ValueError`, with a text that contains "stratacl: PeerLost: ...". In this
     block it becomes `PeerLost` itself. The block must contain the place where the
     error shows: the call, or `block_until_ready()`.
     """
@@ -372,7 +373,7 @@ def translate_errors() -> Any:
 
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         ours = from_message(str(error))
         if ours is None:
             raise

@@ -41,6 +41,7 @@ std::string DescribePost(const Description& d, const Key& k) {
 // Ranks the op still waits for, from its cursor on.
 std::vector<int> MissingRanks(const Op& op) {
   std::vector<int> missing;
+  if (op.at == Op::At::kClaim) return LateReaders(op);
   if (op.at != Op::At::kStages) {
     if (Missing(op) >= 0) missing.push_back(op.comm().rank(Missing(op)).world);
     return missing;
@@ -161,7 +162,9 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
       return {kind, who + " died during " + op.binding->instance->Describe() +
                         " (found by " + by + "; " + Where(op) + ")"};
     case ErrorKind::kDeadlineExceeded:
-      return {kind, by + " gave up waiting for " + who + " (" + Where(op) +
+      // The one that was missing may be the one that tells us.
+      return {kind, (by == who ? "a rank of the group" : by) +
+                        " gave up waiting for " + who + " (" + Where(op) +
                         "); the operation is aborted on all ranks"};
     default:
       return {kind == ErrorKind::kNone ? ErrorKind::kInvalidUsage : kind,
@@ -222,8 +225,8 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  // Not taken before the loads of the payload are over, on any machine.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Needs no order with the loads of the payload: a source leaves its bytes
+  // alone until this operation has acknowledged them or is ABORTED.
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
     const uint64_t state = StateOf(*post.slot);
@@ -353,9 +356,10 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
   if (waited >= world.settings().timeout_ns) {
     const std::vector<int> missing = MissingRanks(*op);
     const std::string what =
-        op->at == Op::At::kClaim
-            ? "no posting slot became free (its readers are late)"
-            : "still missing: " + Names(world, missing);
+        (op->at == Op::At::kClaim
+             ? "no posting slot became free, for earlier posts still await "
+             : "still missing: ") +
+        Names(world, missing);
     return fail({ErrorKind::kDeadlineExceeded, "waited " + Seconds(waited) +
                                                    " (STRATACL_TIMEOUT); " +
                                                    what + "; " + Where(*op)},

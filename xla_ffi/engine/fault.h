@@ -3,7 +3,6 @@
 #pragma once
 
 #include <signal.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -35,7 +34,8 @@ inline void MaybeFault(FaultPoint at) {
     return;
   }
   if (fault.countdown.fetch_sub(1, std::memory_order_relaxed) != 0) return;
-  kill(getpid(), fault.signal.load(std::memory_order_relaxed));
+  // To this very thread: a stop that another thread takes lets this one run on.
+  raise(fault.signal.load(std::memory_order_relaxed));
 }
 
 }  // namespace strata

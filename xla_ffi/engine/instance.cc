@@ -161,8 +161,9 @@ void Instance::Bind(World* world, CommRegistry* comms,
     const int64_t packed = WindowLayout(spec_.leaves).back();
     const bool eager =
         static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
-    b->transport = !eager && b->comm->one_process() ? Transport::kDirect
-                                                    : Transport::kStaged;
+    const bool direct =
+        !eager && b->comm->one_process() && world->settings().direct;
+    b->transport = direct ? Transport::kDirect : Transport::kStaged;
     Problem p;
     p.op = spec_.op;
     p.reduce = spec_.reduce;

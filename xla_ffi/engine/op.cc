@@ -13,7 +13,11 @@ namespace {
 
 constexpr uint64_t kForever = ~uint64_t{0};
 constexpr uint64_t kCheckEveryNs = 50'000'000;  // slow checks while asleep
-constexpr uint64_t kCreditPollNs = 100'000;     // acknowledgements do not ring
+// Acknowledgements do not ring, so credit is polled for: often while the reader
+// is likely to be just behind, then seldom, for it may be stopped.
+constexpr uint64_t kCreditPollNs = 100'000;
+constexpr uint64_t kLongCreditPollNs = 1'000'000;
+constexpr uint64_t kLongCreditWaitNs = 10'000'000;
 
 uint64_t Min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -62,7 +66,10 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
     uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
-    if (op->at != Op::At::kStages) slice = Min(slice, kCreditPollNs);
+    if (op->at != Op::At::kStages) {
+      const bool lasts = now - begin >= kLongCreditWaitNs;
+      slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
+    }
     const int missing = detail::Missing(*op);
     const uint64_t bits =
         missing < 0 ? 0 : RankBit(op->comm().rank(missing).world);

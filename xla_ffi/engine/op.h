@@ -107,6 +107,8 @@ inline int HomeBucket(const Key& k) {
 
 bool Drained(const RankState& rank, int slot);
 bool TryClaim(Op* op);
+// World ranks that still read what a claim waits to reuse.
+std::vector<int> LateReaders(const Op& op);
 void Post(Op* op);
 bool Find(const Op& op, int position, PeerPost* post);
 // The peer's slot for a key and its generation; nullptr if it has none.

@@ -76,7 +76,7 @@ std::vector<uint64_t> CandidateBases() {
   for (uint64_t i = 0; i < 4; ++i) bases.push_back((64 + 64 * i) << 30);
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x200000000000 + (i << 41));
 #else
-#if defined(__SANITIZE_THREAD__)
+#if STRATACL_TSAN
   // ThreadSanitizer keeps application memory to a few fixed ranges; this is
   // its heap-mapping range on x86-64.
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x7e8000000000 + (i << 36));

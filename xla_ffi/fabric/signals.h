@@ -38,6 +38,17 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SANITIZE_THREAD__)
+#define STRATACL_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STRATACL_TSAN 1
+#endif
+#endif
+#ifndef STRATACL_TSAN
+#define STRATACL_TSAN 0
+#endif
+
 namespace strata {
 
 inline constexpr int kMaxRanks = 256;      // of one job
@@ -175,8 +186,22 @@ inline uint64_t Progress(const Slot& s) {
 inline uint64_t StateOf(const Slot& s) {
   return s.state.load(std::memory_order_seq_cst);
 }
+#if STRATACL_TSAN
+// ThreadSanitizer knows no fences.  Here every acknowledgement is seq_cst by
+// itself: the same guarantee, for a full barrier each instead of one for all.
+inline constexpr std::memory_order kAckOrder = std::memory_order_seq_cst;
+inline void AcksBeforeMasks() {}
+#else
+inline constexpr std::memory_order kAckOrder = std::memory_order_release;
+// Between the acknowledgements of an operation and the loads of the owners'
+// wait masks, where owners sleep for them: one half of a store-load race, the
+// other half is Arm.
+inline void AcksBeforeMasks() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+#endif
 inline void Ack(std::atomic<uint32_t>& word, uint64_t gen) {
-  word.store(static_cast<uint32_t>(gen), std::memory_order_release);
+  word.store(static_cast<uint32_t>(gen), kAckOrder);
 }
 inline bool Acked(const std::atomic<uint32_t>& word, uint64_t gen) {
   return word.load(std::memory_order_acquire) == static_cast<uint32_t>(gen);

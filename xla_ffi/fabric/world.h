@@ -25,7 +25,8 @@ struct Settings {
   uint64_t yield_ns = 0;         // bounded yielding before the first sleep
   uint64_t inplace_ns = 300000;  // a handler waits in place at most this long
   size_t chunk_bytes = 256 << 10;
-  int algorithm = 0;  // Algorithm::kAuto
+  int algorithm = 0;   // Algorithm::kAuto
+  bool direct = true;  // ranks of one process read XLA's own buffers
   bool trace = false;
 };
 
