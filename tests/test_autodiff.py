@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from live import flow_on_ranks as flow
 from live import linear_on_ranks as linear
 from live.ranks import on_layouts
 
@@ -37,3 +38,23 @@ def test_vmap_is_the_loop(ranks, name):
 @operators
 def test_vmap_with_a_name(ranks, name):
     ranks(linear.named, name, check_vma=ranks.processes == 1)
+
+
+@on_layouts((3, 1), (1, 4))
+@vma
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_scan(ranks, check_vma, unroll):
+    ranks(flow.scan, check_vma, unroll)
+
+
+@on_layouts((3, 1), (1, 4), (2, 2))
+@vma
+@pytest.mark.parametrize("program", [flow.loops, flow.branches, flow.nested])
+def test_control_flow(ranks, program, check_vma):
+    ranks(program, check_vma)
+
+
+@on_layouts((2, 1), (1, 4))
+@pytest.mark.parametrize("count", [5, 100_003])
+def test_donation(ranks, count):
+    ranks(flow.donated, count)
