@@ -21,6 +21,8 @@ from typing import Any
 import procs
 import pytest
 
+from live.server import ODD_FLAGS
+
 _SERVER = Path(__file__).with_name("server.py")
 _START_S = 60.0
 # Longest life of a set: the backstop if this process dies without a word.
@@ -29,10 +31,15 @@ _LIFE_S = 1800.0
 _GRACE_S = 5.0
 
 
-def on_layouts(*layouts: tuple[int, int]) -> pytest.MarkDecorator:
-    """Runs a test with the fixture `ranks` in each (processes, devices)."""
+def on_layouts(*layouts: tuple[int, int], odd_flags: str = "") -> pytest.MarkDecorator:
+    """Runs a test with the fixture `ranks` in each (processes, devices).
+
+    Args:
+      odd_flags: XLA_FLAGS of the processes with odd numbers, and of no others.
+    """
     names = [f"{processes}x{devices}" for processes, devices in layouts]
-    return pytest.mark.parametrize("ranks", layouts, ids=names, indirect=True)
+    wanted = [(*layout, odd_flags) for layout in layouts]
+    return pytest.mark.parametrize("ranks", wanted, ids=names, indirect=True)
 
 
 class RankFailure(AssertionError):
@@ -45,15 +52,13 @@ class Ranks:
     Args:
       processes: rank processes.
       devices: CPU devices of each.
-      env: added to their environment.
+      odd_flags: XLA_FLAGS of those with odd numbers.
     """
 
-    def __init__(
-        self, processes: int, devices: int, env: Mapping[str, str] | None = None
-    ):
+    def __init__(self, processes: int, devices: int, odd_flags: str = ""):
         self.processes = processes
         self.devices = devices
-        self._env = {"JAX_ENABLE_X64": "1", **(env or {})}
+        self._env = {"JAX_ENABLE_X64": "1", ODD_FLAGS: odd_flags}
         self._stack: contextlib.ExitStack | None = None
         self._child: procs.Child | None = None
         self._links: list[Connection] = []

@@ -13,8 +13,12 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+ODD_FLAGS = "LIVE_RANKS_ODD_XLA_FLAGS"
+
 
 def main(name: str) -> None:
+    if int(os.environ["STRATACL_PROCESS_ID"]) % 2 == 1:
+        os.environ["XLA_FLAGS"] = os.environ[ODD_FLAGS]
     # Stacks on demand, to stderr, without ending the process.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     link = socket.socket(socket.AF_UNIX)
