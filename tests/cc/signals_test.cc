@@ -36,7 +36,7 @@ Description DescriptionOf(uint64_t gen) {
   d.dims_used = 4;
   d.leaves = static_cast<uint16_t>(gen);
   d.group_size = static_cast<uint16_t>(gen * 3);
-  d.member_mask = gen * 5;
+  d.needs_mask = gen * 5;
   for (int i = 0; i < kShapeDims; ++i) {
     d.dims[i] = gen * 7 + static_cast<uint64_t>(i);
   }
@@ -50,7 +50,7 @@ void CheckDescription(const Description& d, uint64_t gen) {
   CHECK_EQ(d.dtype, want.dtype);
   CHECK_EQ(d.leaves, want.leaves);
   CHECK_EQ(d.group_size, want.group_size);
-  CHECK_EQ(d.member_mask, want.member_mask);
+  CHECK_EQ(d.needs_mask, want.needs_mask);
   for (int i = 0; i < kShapeDims; ++i) CHECK_EQ(d.dims[i], want.dims[i]);
 }
 
@@ -136,7 +136,7 @@ TEST(SeqlockNeverMixesPosts) {
         uint64_t progress;
         Phase phase;
         if (Inspect(*s, &key, &d, &progress, &phase)) {
-          const uint64_t is = d.member_mask / 5;
+          const uint64_t is = d.needs_mask / 5;
           CHECK(key == KeyOf(is));
           CheckDescription(d, is);
           CHECK_EQ(progress, is * 2);

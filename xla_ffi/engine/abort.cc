@@ -105,17 +105,39 @@ bool OtherPost(const Op& op, int position, Key* key, Description* d) {
   return false;
 }
 
-// A post of the peer that counts on me and that I have no counterpart for.
-bool OrphanAt(const Op& op, int position, Key* key, Description* d) {
-  const Control* c = op.comm().rank(position).shadow;
-  const uint64_t my_bit = RankBit(op.comm().self().world);
-  for (int i = 0; i < kSlots; ++i) {
+bool HasPost(const Control& c, const Key& key) {
+  for (const Slot& s : c.slots) {
+    if (Match(s, key) != 0) return true;
+  }
+  return false;
+}
+
+// Whether rank `from` is stuck because of this one: some post of it waits for a
+// call that a rank has not made, which waits for another ..., and the last of
+// them for a call of mine.  `key` and `d` are the first such post.
+bool WaitsForMe(const Op& op, int from, std::vector<bool>* seen, Key* key,
+                Description* d) {
+  const World& world = op.world();
+  const int me = op.comm().self().world;
+  (*seen)[static_cast<size_t>(from)] = true;
+  for (const Slot& slot : world.rank(from).shadow->slots) {
     uint64_t progress;
     Phase phase;
-    if (Inspect(c->slots[i], key, d, &progress, &phase) &&
-        phase == Phase::kPosted && progress != kDone &&
-        (d->member_mask & my_bit) != 0 && !HaveOwn(op, *key)) {
-      return true;
+    if (!Inspect(slot, key, d, &progress, &phase) || phase != Phase::kPosted ||
+        progress == kDone) {
+      continue;
+    }
+    for (int m = 0; m < world.size(); ++m) {
+      if ((d->needs_mask & RankBit(m)) == 0 || m == from ||
+          HasPost(*world.rank(m).shadow, *key)) {
+        continue;
+      }
+      Key next_key;
+      Description next;
+      if (m == me || (!(*seen)[static_cast<size_t>(m)] &&
+                      WaitsForMe(op, m, seen, &next_key, &next))) {
+        return true;
+      }
     }
   }
   return false;
@@ -130,7 +152,11 @@ Failure MismatchWith(const Op& op, int position, const std::string& theirs) {
               std::to_string(op.key.launch) + "), " +
               comm.world().Name(comm.rank(position).world) + " " + theirs +
               ". All ranks must run the same program with the same shapes and "
-              "dtypes"};
+              "dtypes" +
+              (comm.world().divergent_programs()
+                   ? "; these run with different XLA_FLAGS or jaxlib versions, "
+                     "so they may order one program's calls differently"
+                   : "")};
 }
 
 // An abort that started at `position`, in this rank's words.
@@ -245,8 +271,8 @@ bool Confirm(Op* op, Failure* failure) {
   return true;
 }
 
-bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
-  Comm& comm = op->comm();
+bool FindMismatch(Op* op, int position, Failure* failure) {
+  const Comm& comm = op->comm();
   const CommEntry* entry = comm.PeerEntry(position);
   const uint64_t ordinal =
       entry != nullptr ? entry->ordinal.load(std::memory_order_acquire) : 0;
@@ -266,16 +292,20 @@ bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
     *failure = MismatchWith(*op, position, "called " + DescribePost(d, key));
     return true;
   }
-  // Both wait for calls that the other has not made, and nobody computes.
-  if (!OrphanAt(*op, position, &key, &d)) {
-    op->idle_since_ns = 0;
-    return false;
-  }
+  return false;
+}
+
+// A circle of ranks, each waiting for a call that the next has not made, while
+// nobody computes.  False positives are excluded only by that nobody does.
+bool FindCircle(Op* op, uint64_t now, int* culprit, Failure* failure) {
+  const Comm& comm = op->comm();
+  const World& world = op->world();
+  if (world.size() > 64)
+    return false;  // masks would name ranks that are not meant
   // All processes: in a chain of crossing calls two may rightly idle while a
   // third computes.
   uint64_t cpu = 0;
   bool stopped = false;
-  const World& world = op->world();
   for (int q = 0; q < world.arena().processes(); ++q) {
     if (world.Dead(q)) continue;
     const Control* c = world.arena().Shadow(q, 0);
@@ -285,15 +315,29 @@ bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
   }
   const uint64_t idle_budget =
       100 * kMs * static_cast<uint64_t>(world.arena().processes());
-  if (op->idle_since_ns == 0 || stopped || cpu - op->idle_cpu > idle_budget) {
-    op->idle_since_ns = now;
-    op->idle_cpu = cpu;
-    return false;
+  const bool idle =
+      op->idle_since_ns != 0 && !stopped && cpu - op->idle_cpu <= idle_budget;
+  if (idle && now - op->idle_since_ns < kStallNs) return false;
+  if (idle) {
+    const Stage& s = op->binding->plan.stages[static_cast<size_t>(op->stage)];
+    for (size_t i = op->cursor; i < s.needs.size(); ++i) {
+      const int p = s.needs[i];
+      PeerPost post;
+      if (op->found[p].slot != nullptr || Find(*op, p, &post)) continue;
+      std::vector<bool> seen(static_cast<size_t>(world.size()));
+      Key key;
+      Description d;
+      if (WaitsForMe(*op, comm.rank(p).world, &seen, &key, &d)) {
+        *culprit = comm.rank(p).world;
+        *failure = MismatchWith(
+            *op, p, "waits in " + DescribePost(d, key) + " instead");
+        return true;
+      }
+    }
   }
-  if (now - op->idle_since_ns < kStallNs) return false;
-  *failure = MismatchWith(*op, position,
-                          "waits in " + DescribePost(d, key) + " instead");
-  return true;
+  op->idle_since_ns = now;
+  op->idle_cpu = cpu;
+  return false;
 }
 
 bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
@@ -347,10 +391,13 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       for (size_t i = op->cursor; i < s.needs.size(); ++i) {
         const int p = s.needs[i];
         Failure why;
-        if (op->found[p].slot == nullptr && FindMismatch(op, now, p, &why)) {
+        if (op->found[p].slot == nullptr && FindMismatch(op, p, &why)) {
           return fail(why, comm.rank(p).world);
         }
       }
+      Failure why;
+      int culprit;
+      if (FindCircle(op, now, &culprit, &why)) return fail(why, culprit);
     }
   }
   if (waited >= world.settings().timeout_ns) {

@@ -203,7 +203,9 @@ void Instance::Bind(World* world, CommRegistry* comms,
     }
     d.leaves = static_cast<uint16_t>(spec_.leaves.size());
     d.group_size = static_cast<uint16_t>(members.size());
-    d.member_mask = b->comm->member_mask();
+    for (int p : b->plan.sources) {
+      d.needs_mask |= RankBit(members[static_cast<size_t>(p)]);
+    }
     bindings_.push_back(std::move(b));
   }
 }

@@ -130,7 +130,8 @@ bool SlowCheck(Op* op, uint64_t now_ns, Failure* failure);
 bool Abort(Op* op, const Failure& why, int culprit, bool final = false);
 // After the last stage: whether every source still stands by its post.
 bool Confirm(Op* op, Failure* failure);
-bool FindMismatch(Op* op, uint64_t now_ns, int position, Failure* failure);
+bool FindMismatch(Op* op, int position, Failure* failure);
+bool FindCircle(Op* op, uint64_t now_ns, int* culprit, Failure* failure);
 
 }  // namespace detail
 

@@ -21,7 +21,6 @@ Comm::Comm(World* world, std::vector<int> members, int me)
   std::vector<int64_t> ids;
   for (int m : members_) {
     ids.push_back(world->rank(m).device_id);
-    member_mask_ |= RankBit(m);
     one_process_ = one_process_ && world->rank(m).process == self().process;
   }
   hash_ = HashBytes(ids.data(), ids.size() * sizeof(ids[0]), 7);

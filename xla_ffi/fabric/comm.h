@@ -28,7 +28,6 @@ class Comm {
   }
   const Rank& self() const { return rank(me_); }
   const std::vector<int>& members() const { return members_; }
-  uint64_t member_mask() const { return member_mask_; }
   bool one_process() const { return one_process_; }
 
   // Ordinal of the launch `run_id`, counting it if it is new.  0 and a failure
@@ -64,7 +63,6 @@ class Comm {
   std::vector<int> members_;
   int me_;
   uint64_t hash_;
-  uint64_t member_mask_ = 0;
   bool one_process_ = true;
   CommEntry* entry_;
   std::atomic<int64_t> run_id_;

@@ -24,7 +24,7 @@ void WriteKey(Slot* s, const Key& k, const Description& d) {
                     uint64_t{d.dtype} << 16 | uint64_t{d.dims_used} << 24 |
                     uint64_t{d.leaves} << 32 | uint64_t{d.group_size} << 48,
                 std::memory_order_relaxed);
-  s->member_mask.store(d.member_mask, std::memory_order_relaxed);
+  s->needs_mask.store(d.needs_mask, std::memory_order_relaxed);
   for (int i = 0; i < kShapeDims; ++i) {
     s->dims[i].store(d.dims[i], std::memory_order_relaxed);
   }
@@ -50,7 +50,7 @@ bool Inspect(const Slot& s, Key* k, Description* d, uint64_t* progress,
   d->dims_used = what >> 24 & 0xff;
   d->leaves = what >> 32 & 0xffff;
   d->group_size = what >> 48 & 0xffff;
-  d->member_mask = s.member_mask.load(std::memory_order_acquire);
+  d->needs_mask = s.needs_mask.load(std::memory_order_acquire);
   for (int i = 0; i < kShapeDims; ++i) {
     d->dims[i] = s.dims[i].load(std::memory_order_acquire);
   }

@@ -89,7 +89,7 @@ struct Key {
 struct Description {
   uint8_t op = 0, reduce = 0, dtype = 0, dims_used = 0;
   uint16_t leaves = 0, group_size = 0;
-  uint64_t member_mask = 0;  // bit (rank & 63) of every member
+  uint64_t needs_mask = 0;  // bit (rank & 63) of every rank it reads
   uint64_t dims[kShapeDims] = {};
 };
 
@@ -112,7 +112,7 @@ struct alignas(64) Slot {
   // line 2: progress, then cold words
   alignas(64) std::atomic<uint64_t> progress;
   std::atomic<uint64_t> what;  // Description packed
-  std::atomic<uint64_t> member_mask;
+  std::atomic<uint64_t> needs_mask;
   std::atomic<uint64_t> dims[kShapeDims];
   // line 3: acknowledgements of group positions 0..15; the rest follow in
   // Control::more_acks
