@@ -123,7 +123,7 @@ def extremes(index_groups: Sequence[Sequence[int]]) -> None:
 PAIRS = ([[0, 1], [2, 3]], [[3, 0], [1, 2]])
 
 
-def _twelve(x: Any, k: int) -> tuple[str, Callable[[Any], Any]]:
+def _twelve(k: int) -> tuple[str, Callable[[Any], Any]]:
     """The k-th of twelve calls: what it is, and itself."""
     kind, pairs = (
         ["psum", "all_gather", "psum_scatter", "ppermute"][k % 4],
@@ -140,12 +140,18 @@ def _twelve(x: Any, k: int) -> tuple[str, Callable[[Any], Any]]:
     return kind, calls[kind]
 
 
-def twelve_independent(turns: int) -> None:
-    """Nothing orders the calls; each process may order them as it likes."""
+def twelve_independent(turns: int) -> list[str]:
+    """Nothing orders the calls; each process may order them as it likes.
+
+    Returns:
+      Of each turn the error, or "" for right values.
+    """
     on = sheet.mesh()
     assert on.size == 4
-    flags = jax.device_get([k for k in range(12)])
-    x = [[sheet.random(np.int32, (4, 8), (40, r, k)) for k in flags] for r in range(4)]
+    x = [
+        [sheet.random(np.int32, (4, 8), (40, r, k)) for k in range(12)]
+        for r in range(4)
+    ]
 
     def program(x: Any) -> Any:
         out = []
@@ -153,7 +159,7 @@ def twelve_independent(turns: int) -> None:
             # Different work before and behind, so that a scheduler has a choice.
             for _ in range(k % 3):
                 v = v @ v.T @ v
-            y = _twelve(v, k)[1](v)
+            y = _twelve(k)[1](v)
             out.append(y @ y.T if k % 2 else y)
         return out
 
@@ -162,26 +168,34 @@ def twelve_independent(turns: int) -> None:
             v = v @ v.T @ v
         return v
 
-    f = sheet.on_ranks(program, on, check_vma=False)
-    args = sheet.spread(x, on)
-    results = [f(args) for _ in range(turns)]  # no sync between them
     v = [[before(k, x[r][k]) for k in range(12)] for r in range(4)]
-    with np.errstate(over="ignore"):
+
+    def check(out: Any) -> None:
+        for rank, got in sheet.collect(out, on).items():
+            for k in range(12):
+                group = groups_of((4,), "i", PAIRS[k // 4 % 2])[rank]
+                me = group.index(rank)
+                mine = [v[m][k] for m in group]
+                kind = _twelve(k)[0]
+                right = {
+                    "psum": sheet.total(mine),
+                    "all_gather": np.concatenate(mine),
+                    "psum_scatter": np.split(sheet.total(mine), 2)[me],
+                    "ppermute": mine[1 - me],
+                }[kind]
+                right = right @ right.T if k % 2 else right
+                sheet.same(got[k], right, f"{kind}, call {k}, rank {rank}")
+
+    outcomes = []
+    with scl_settings(timeout=30), np.errstate(over="ignore"):
+        f = sheet.on_ranks(program, on, check_vma=False)
+        args = sheet.spread(x, on)
+        results = [f(args) for _ in range(turns)]  # no sync between them
         for out in results:
-            for rank, got in sheet.collect(out, on).items():
-                for k in range(12):
-                    group = groups_of((4,), "i", PAIRS[k // 4 % 2])[rank]
-                    me = group.index(rank)
-                    mine = [v[m][k] for m in group]
-                    kind = _twelve(None, k)[0]
-                    right = {
-                        "psum": sheet.total(mine),
-                        "all_gather": np.concatenate(mine),
-                        "psum_scatter": np.split(sheet.total(mine), 2)[me],
-                        "ppermute": mine[1 - me],
-                    }[kind]
-                    right = right @ right.T if k % 2 else right
-                    sheet.same(got[k], right, f"{kind}, call {k}, rank {rank}")
+            outcomes.append(_outcome(lambda out=out: out))
+            if not outcomes[-1]:
+                check(out)
+    return outcomes
 
 
 def _outcome(run: Callable[[], Any]) -> str:
@@ -288,6 +302,27 @@ def numpy_source(offset: int, count: int) -> None:
     for rank, got in sheet.collect(out, on).items():
         sheet.same(got[0], sheet.total(x), f"rank {rank}")
         sheet.same(got[1], np.stack([v[:3] for v in x]), f"rank {rank}")
+
+
+def one_comes_late(seconds: float) -> None:
+    """Nobody computes, some wait for others that wait: that alone is no Mismatch."""
+    on = sheet.mesh()
+    n = on.size
+    x = [sheet.random(np.int32, (n,), (43, r)) for r in range(n)]
+
+    def program(v: Any) -> Any:
+        # Rank 1 waits for 0, the last rank for both.
+        v = v + scl.ppermute(v, "i", [(0, 1)])
+        return scl.psum(v, "i"), scl.all_gather(v, "i"), scl.psum_scatter(v, "i")
+
+    compiled = sheet.on_ranks(program, on).lower(sheet.spread(x, on)).compile()
+    args = sheet.spread(x, on)
+    if jax.process_index() == 0:
+        time.sleep(seconds)
+    y = [v + x[0] if r == 1 else v for r, v in enumerate(x)]
+    for rank, got in sheet.collect(compiled(args), on).items():
+        total = sheet.total(y)
+        sheet.same_trees(got, (total, np.stack(y), total[rank]), f"rank {rank}")
 
 
 def donated_twice() -> None:
