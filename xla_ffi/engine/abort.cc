@@ -170,6 +170,29 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
   }
 }
 
+// Peers may be storing to this rank's results: the memory does not go back to
+// XLA's use before they are through.
+void HoldResults(const Op& op) {
+  std::vector<Quarantine::Range> ranges;
+  const LocalSlot& local = op.local();
+  Arena& arena = op.world().arena();
+  for (size_t i = 0; i < local.out.size(); ++i) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(local.out[i]);
+    const uint64_t bytes = op.binding->out_bytes[i];
+    const bool staged = !local.results.empty() &&
+                        local.results[i] != local.out[i];
+    if (!staged && bytes > 0 && arena.Contains(local.out[i], bytes)) {
+      ranges.push_back({begin, begin + bytes});
+    }
+  }
+  if (ranges.empty()) return;
+  RankState* rank = op.state;
+  arena.quarantine().Hold(
+      std::move(ranges), [rank, slot = op.slot, gen = op.gen] {
+        return SlotOver(rank, slot, gen);
+      });
+}
+
 }  // namespace
 
 bool Abort(Op* op, const Failure& why, int culprit, bool final) {
@@ -208,13 +231,15 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
   }
   comm.WakeGroup();
   if (posted) {
-    if (op->binding->transport == Transport::kDirect) {
+    if (op->binding->transport == Transport::kDirect && comm.one_process()) {
       // Exit rule after an abort: readers are threads of this process; each
       // notices within one check and acknowledges.
       op->at = Op::At::kExit;
       op->aborted = true;
       op->cursor = 0;
       while (Ready(op) == 0) sched_yield();
+    } else if (op->binding->stored_to) {
+      HoldResults(*op);
     }
     ReleaseSlot(op);
   }
@@ -299,14 +324,21 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
   Comm& comm = op->comm();
   World& world = op->world();
   const uint64_t launch = op->key.launch;
-  if (op->at == Op::At::kExit) return false;  // success already; only drains
   auto fail = [&](Failure why, int culprit) {
     if (!Abort(op, why, culprit)) return false;
     *failure = std::move(why);
     return true;
   };
-  if (comm.Aborted(launch)) return fail(comm.Why(), comm.self().world);
   const uint64_t waited = now - op->start_ns;
+  const bool late = waited >= world.settings().timeout_ns;
+  if (op->at == Op::At::kExit) {
+    // The result is there.  Readers in this process end by themselves; one in
+    // another may be stopped, and then finds the operation aborted when it
+    // looks whether what it read was still right.
+    if (!late || comm.one_process()) return false;
+  } else if (comm.Aborted(launch)) {
+    return fail(comm.Why(), comm.self().world);
+  }
   if (op->at == Op::At::kStages) {
     const Stage& s = op->binding->plan.stages[static_cast<size_t>(op->stage)];
     for (size_t i = op->cursor; i < s.needs.size(); ++i) {
@@ -352,11 +384,13 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       }
     }
   }
-  if (waited >= world.settings().timeout_ns) {
+  if (late) {
     const std::vector<int> missing = MissingRanks(*op);
     const std::string what =
         op->at == Op::At::kClaim
             ? "no posting slot became free (its readers are late)"
+        : op->at == Op::At::kExit
+            ? "still reading: " + Names(world, missing)
             : "still missing: " + Names(world, missing);
     return fail({ErrorKind::kDeadlineExceeded,
                  "waited " + Seconds(waited) + " (STRATACL_TIMEOUT); " + what +

@@ -30,8 +30,17 @@ bool Reducible(DType dtype, ReduceOp op);
 void ReduceN(const void* const* srcs, int n, void* dst, int64_t count,
              DType dtype, ReduceOp op);
 
+// The same into dsts[0], and the bytes of it into the other destinations, block
+// by block while a block is in the cache.  dsts[k] equals sources exactly or
+// overlaps none.
+void ReduceToAll(const void* const* srcs, int n, void* const* dsts, int copies,
+                 int64_t count, DType dtype, ReduceOp op);
+
 // dst == src is allowed, other overlap is not.
 void CopyBytes(void* dst, const void* src, size_t bytes);
+// As CopyBytes, past the caches where the machine can: for results so large
+// that they would not stay there.
+void StreamBytes(void* dst, const void* src, size_t bytes);
 void ZeroBytes(void* dst, size_t bytes);
 
 enum class KernelIsa : uint8_t { kBaseline, kAvx2, kAvx512 };

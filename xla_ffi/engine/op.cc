@@ -180,9 +180,10 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
   Outcome end = Outcome::kPending;
   if (op->at == Op::At::kClaim) {
     if (!await(&end)) return end;
-    if (plan.window_bytes > 0 && op->window == nullptr) {
+    if (op->no_room) {
       *failure = {ErrorKind::kResourceExhausted,
-                  "the arena has no " + std::to_string(plan.window_bytes) +
+                  "the arena has no " +
+                      std::to_string(op->local().window_bytes) +
                       " bytes left for " + b->instance->Describe() +
                       "; raise STRATACL_ARENA_SPAN"};
       op->local().comm = nullptr;  // never published: nobody will read it
@@ -224,12 +225,12 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
       op->comm().EndOperation();
       return Outcome::kFailed;
     }
-    const bool direct = b->transport == Transport::kDirect;
+    detail::DeliverResults(*op);
     MaybeFault(FaultPoint::kBeforeAck);
-    detail::AckSources(*op, direct);
+    detail::AckSources(*op, b->awaits_readers);
     MarkDone(op->own());
     MaybeFault(FaultPoint::kAfterAck);
-    if (direct) {
+    if (b->awaits_readers) {
       op->at = Op::At::kExit;
       op->cursor = 0;
     } else {
