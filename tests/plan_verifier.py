@@ -6,7 +6,8 @@ shows, for every interleaving that the `needs` rule allows and every operand:
 * each output byte is made of the right operand bytes, each once, and reductions
   take them in the order of the group, in one step;
 * no two operations that can run at the same time touch one byte, if one of them
-  writes it; nothing is read that has not been written, or written twice;
+  writes it; nothing is read that has not been written, or written twice; what
+  peers store has arrived when the plan ends;
 * nobody waits for a stage that does not come;
 * plans agree on who reads whom, stay in bounds, and staged ones read nothing of
   a peer but its window.
@@ -290,13 +291,13 @@ class _Verifier:
         access.operation.append(self.operations)
         access.writes.append(writes)
 
-    def operands(self, k: int) -> Iterator[tuple[int, list, tuple, int, dict]]:
-        """(rank, sources, destination, bytes, record) of all operations of stage k."""
+    def operands(self, k: int) -> Iterator[tuple[int, list, list, int, dict]]:
+        """(rank, sources, destinations, bytes, record) of all operations of stage k."""
         for me, plan in enumerate(self.plans):
             if k >= len(plan["stages"]):
                 continue
             for piece in plan["stages"][k]["slices"]:
-                yield me, [piece["src"]], piece["dst"], piece["bytes"], piece
+                yield me, [piece["src"]], [piece["dst"]], piece["bytes"], piece
             for piece in plan["stages"][k]["reduces"]:
                 sizes = [
                     size
@@ -305,31 +306,55 @@ class _Verifier:
                 ]
                 if not sizes or piece["count"] <= 0:
                     raise PlanError("structure", f"rank {me} stage {k}: {piece}")
-                yield me, piece["srcs"], piece["dst"], piece["count"] * sizes[0], piece
+                dsts = [piece["dst"], *piece["copies"]]
+                yield me, piece["srcs"], dsts, piece["count"] * sizes[0], piece
 
     def check_operation(
-        self, me: int, k: int, srcs: list, dst: tuple, size: int, piece: dict
+        self, me: int, k: int, srcs: list, dsts: list, size: int, piece: dict
     ) -> None:
         for addr in srcs:
             self.check_address(me, k, addr, size, writes=False)
             self.record(me, k, addr, size, writes=False)
-            if self.memory(addr) == self.memory(dst):
+            for dst in dsts:
                 gap = abs(addr[3] - dst[3])
-                if 0 < gap < size or (
-                    gap == 0 and "srcs" not in piece and not self.in_place
+                if self.memory(addr) == self.memory(dst) and (
+                    0 < gap < size
+                    or (gap == 0 and "srcs" not in piece and not self.in_place)
                 ):
                     raise PlanError("race", f"rank {me} stage {k}: overlap in {piece}")
-        self.check_address(me, k, dst, size, writes=True)
-        self.record(me, k, dst, size, writes=True)
+        for dst in dsts:
+            self.check_address(me, k, dst, size, writes=True)
+            self.record(me, k, dst, size, writes=True)
         self.operations += 1
         if "srcs" in piece:
-            if dst[1] != me:
-                raise PlanError("structure", f"rank {me} reduces into rank {dst[1]}")
+            owners = [dst[1] for dst in dsts]
+            if owners[0] != me or len(set(owners)) != len(owners):
+                raise PlanError("structure", f"rank {me} reduces into ranks {owners}")
             return
+        dst = dsts[0]
         own, other = (dst, srcs[0]) if piece["action"] == "load" else (srcs[0], dst)
         peer = me if other[0] == "zero" else other[1]
         if own[1] != me or peer != piece["peer"]:
             raise PlanError("structure", f"rank {me} stage {k}: peer of {piece}")
+
+    def record_exit(self) -> None:
+        """What follows a plan's last stage: XLA reads results and reuses operands.
+
+        Where peers store results, nobody waits for readers afterwards, so the plan
+        itself must have shown that they are through with the operand.
+        """
+        for me, plan in enumerate(self.plans):
+            k = len(plan["stages"])
+            stored = any(r["copies"] for s in plan["stages"] for r in s["reduces"])
+            for leaf in range(len(self.problem.leaves)):
+                size = self.problem.output_bytes(leaf)
+                if size and self.problem.op != "barrier":
+                    self.record(me, k, ("output", me, leaf, 0), size, writes=False)
+                    self.operations += 1
+                if stored and not self.in_place and self.problem.input_bytes(leaf):
+                    size = self.problem.input_bytes(leaf)
+                    self.record(me, k, ("input", me, leaf, 0), size, writes=True)
+                    self.operations += 1
 
     # --- contents ---------------------------------------------------------------
 
@@ -398,10 +423,14 @@ class _Verifier:
                 if size:
                     contents.write(0, size, ((r, leaf, 0),))
         for k in range(self.known.shape[1]):
-            for me, srcs, dst, size, piece in self.operands(k):
-                target = self.contents.setdefault(self.memory(dst), Contents())
-                for lo, hi, value in self.result(me, k, srcs, dst, size, piece):
-                    target.write(lo, hi, value)
+            for me, srcs, dsts, size, piece in self.operands(k):
+                # All are computed before one is written: an element is read from
+                # every source first, and a destination may be a source.
+                results = [self.result(me, k, srcs, d, size, piece) for d in dsts]
+                for dst, segments in zip(dsts, results, strict=True):
+                    target = self.contents.setdefault(self.memory(dst), Contents())
+                    for lo, hi, value in segments:
+                        target.write(lo, hi, value)
         for me in range(self.problem.ranks):
             for leaf in range(len(self.problem.leaves)):
                 size = self.problem.output_bytes(leaf)
@@ -468,8 +497,9 @@ class _Verifier:
         self.check_rendezvous()
         self.order()
         for k in range(self.known.shape[1]):
-            for me, srcs, dst, size, piece in self.operands(k):
-                self.check_operation(me, k, srcs, dst, size, piece)
+            for me, srcs, dsts, size, piece in self.operands(k):
+                self.check_operation(me, k, srcs, dsts, size, piece)
+        self.record_exit()
         self.check_races()
         if self.problem.op == "barrier":
             self.check_barrier()

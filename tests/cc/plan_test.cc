@@ -337,7 +337,7 @@ TEST(AutoAlgorithm) {
   p.transport = Transport::kDirect;
   CHECK_EQ(BuildPlan(p).algorithm, "direct_two_phase");
   p.leaves = {F32(1)};
-  CHECK_EQ(BuildPlan(p).algorithm, "direct_one_shot");
+  CHECK_EQ(BuildPlan(p).algorithm, "direct_two_phase");
 }
 
 TEST(NothingToMoveIsNothingToDo) {
