@@ -131,8 +131,8 @@ def info(as_json: bool) -> None:
 for _command in (
     _LazyCommand(
         "demo",
-        "stratacl_jax.demo",
-        "main_command",
+        "stratacl_jax.demo.cli",
+        "demo",
         "Train a small language model on our collectives and on stock JAX.",
     ),
     _LazyCommand(

@@ -1,27 +1,25 @@
 // Claiming a slot: its credit, its window, and what of XLA's buffers peers can
 // reach.
+#include <algorithm>
+
 #include "engine/kernels.h"
 #include "engine/op.h"
 
 namespace strata::detail {
 // Whether group position `p` will not read this rank's operation `key` any
-// more: it acknowledged, its process is dead, its launch is over, or its own
-// part is aborted.  Order of reads: entry before slots, so that a slot posted
-// after the look belongs to a rank that sees its own abort before it reads.
+// more: it acknowledged, its process is dead, its own part is aborted, or its
+// launch is over or aborted and it has no part.  (An aborted launch may be
+// followed by the next one while one of its operations still reads.)  Order of
+// reads: entry before slots, so that a slot posted after the look belongs to a
+// rank that sees its own abort before it reads.
 bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
                 const Key& key, int p) {
   if (Acked(AckWord(control, slot, p), gen)) return true;
   if (comm.world().Dead(comm.rank(p).process)) return true;
   const CommEntry* e = comm.PeerEntry(p);
   if (e == nullptr) return false;
-  if (e->ordinal.load(std::memory_order_acquire) > key.launch) {
-    // An operation of an aborted launch may outlive it by a moment.
-    uint64_t theirs;
-    const Slot* s = FindSlot(comm, p, key, slot % kWays, &theirs);
-    return s == nullptr || Progress(*s) == kDone ||
-           StateOf(*s) == MakeState(theirs, Phase::kAborted);
-  }
-  if (e->aborted.load(std::memory_order_seq_cst) < key.launch &&
+  if (e->ordinal.load(std::memory_order_acquire) <= key.launch &&
+      e->aborted.load(std::memory_order_seq_cst) < key.launch &&
       e->broken.load(std::memory_order_seq_cst) == 0) {
     return false;
   }
@@ -209,6 +207,40 @@ bool Drained(const RankState& rank, int slot) {
     if (p != local.comm->me() && !done(p)) return false;
   }
   return true;
+}
+
+std::vector<int> LateReaders(const Op& op) {
+  const Binding* b = op.binding;
+  RankState* rank = op.state;
+  std::vector<int> late;
+  auto look = [&](int slot) {
+    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+    uint32_t idle = 0;
+    // Held while it is looked at, so that nobody rewrites it meanwhile.
+    if (!local.claimed.compare_exchange_strong(idle, 1,
+                                               std::memory_order_acquire)) {
+      return;
+    }
+    if (const Comm* comm = local.comm; comm != nullptr) {
+      const uint64_t gen = local.gen.load(std::memory_order_relaxed);
+      for (int p = 0; p < comm->size(); ++p) {
+        const bool reads =
+            local.all_read ? p != comm->me() : p == local.one_reader;
+        const int world = comm->rank(p).world;
+        if (reads && std::find(late.begin(), late.end(), world) == late.end() &&
+            !ReaderDone(*comm, rank->control, slot, gen, local.key, p)) {
+          late.push_back(world);
+        }
+      }
+    }
+    local.claimed.store(0, std::memory_order_release);
+  };
+  // The execution whose credit is due, else (the table is full) every slot.
+  const uint64_t n = b->count.load(std::memory_order_relaxed);
+  const int due = b->past[n % kWays].slot.load(std::memory_order_relaxed);
+  if (due >= 0) look(due);
+  for (int s = 0; s < kSlots && late.empty(); ++s) look(s);
+  return late;
 }
 
 bool TryClaim(Op* op) {

@@ -24,8 +24,9 @@ bool Sites::Known(uint64_t site) {
 }
 
 uint64_t SiteOf(const Spec& spec) {
-  uint64_t h = HashBytes("stratacl", 8, static_cast<uint64_t>(spec.op) |
-                                            uint64_t(spec.reduce) << 8);
+  uint64_t h =
+      HashBytes("stratacl", 8,
+                static_cast<uint64_t>(spec.op) | uint64_t(spec.reduce) << 8);
   auto add = [&h](int64_t v) { h = HashBytes(&v, sizeof(v), h); };
   add(spec.channel);
   for (int64_t d : spec.dims) add(d);
@@ -161,8 +162,9 @@ void Instance::Bind(World* world, CommRegistry* comms,
     const bool eager =
         static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
     const bool reachable =
-        b->comm->one_process() ||
-        world->settings().registration != Registration::kStaged;
+        b->comm->one_process()
+            ? world->settings().direct
+            : world->settings().registration != Registration::kStaged;
     b->transport =
         !eager && reachable ? Transport::kDirect : Transport::kStaged;
     Problem p;
@@ -199,9 +201,9 @@ void Instance::Bind(World* world, CommRegistry* comms,
     const auto outputs = [&](const Leaf& l) {
       const int64_t bytes = l.count * l.element_bytes;
       const int64_t n = static_cast<int64_t>(members.size());
-      return spec_.op == OpKind::kAllGather      ? bytes * n
+      return spec_.op == OpKind::kAllGather     ? bytes * n
              : spec_.op == OpKind::kPsumScatter ? bytes / n
-                                                 : bytes;
+                                                : bytes;
     };
     for (const Leaf& l : spec_.leaves) {
       b->in_bytes.push_back(static_cast<uint64_t>(l.count * l.element_bytes));
@@ -218,9 +220,8 @@ void Instance::Bind(World* world, CommRegistry* comms,
     Description& d = b->description;
     d.op = static_cast<uint8_t>(spec_.op);
     d.reduce = static_cast<uint8_t>(spec_.reduce);
-    d.dtype = spec_.leaves.empty()
-                  ? 0
-                  : static_cast<uint8_t>(spec_.leaves[0].dtype);
+    d.dtype =
+        spec_.leaves.empty() ? 0 : static_cast<uint8_t>(spec_.leaves[0].dtype);
     d.dims_used =
         static_cast<uint8_t>(std::min<size_t>(spec_.dims.size(), kShapeDims));
     for (size_t i = 0; i < d.dims_used; ++i) {

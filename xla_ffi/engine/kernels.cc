@@ -1,8 +1,8 @@
 #include "engine/kernels.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <algorithm>
 #include <initializer_list>
 #include <memory>
 
@@ -156,8 +156,8 @@ void ReduceToAll(const void* const* srcs, int n, void* const* dsts, int copies,
 void StreamBytes(void* dst, const void* src, size_t bytes) {
   auto* to = static_cast<unsigned char*>(dst);
   auto* from = static_cast<const unsigned char*>(src);
-  const size_t head = std::min(
-      bytes, (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64);
+  const size_t head =
+      std::min(bytes, (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64);
   CopyBytes(to, from, head);
   to += head;
   from += head;

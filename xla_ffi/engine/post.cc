@@ -20,18 +20,21 @@ void Post(Op* op) {
   }
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
-  // Published by the state word; a window inside the slot needs no address.
-  s->window.store(local.window == op->window
-                      ? reinterpret_cast<uint64_t>(op->window)
-                      : 0,
-                  std::memory_order_relaxed);
+  // Published by the state word.  The post itself says where its bytes are: a
+  // reader that nobody reads has a plan without a window and cannot know.
+  uint64_t window = kWindowInline;
+  if (op->window != nullptr && op->window == local.window) {
+    window = reinterpret_cast<uint64_t>(op->window);
+  } else if (static_cast<uint64_t>(b->plan.window_bytes) > kInlineBytes) {
+    window = kWindowPayload;
+  }
+  s->window.store(window, std::memory_order_relaxed);
   s->inputs.store(reinterpret_cast<uint64_t>(op->table),
                   std::memory_order_relaxed);
-  s->outputs.store(
-      op->table == nullptr
-          ? 0
-          : reinterpret_cast<uint64_t>(op->table + local.in.size()),
-      std::memory_order_relaxed);
+  s->outputs.store(op->table == nullptr ? 0
+                                        : reinterpret_cast<uint64_t>(
+                                              op->table + local.in.size()),
+                   std::memory_order_relaxed);
   Publish(s, op->gen, static_cast<uint64_t>(op->stage));
   WakeReaders(*op);
 }
@@ -64,12 +67,11 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
   post->window =
-      window != 0 ? reinterpret_cast<const unsigned char*>(window)
-      : bytes <= kInlineBytes
-          ? s->inline_payload
-          : op.world().arena().Payload(const_cast<Control*>(c), post->index);
+      window == kWindowInline ? s->inline_payload
+      : window == kWindowPayload
+          ? op.world().arena().Payload(const_cast<Control*>(c), post->index)
+          : reinterpret_cast<const unsigned char*>(window);
   post->inputs = reinterpret_cast<const void* const*>(
       s->inputs.load(std::memory_order_relaxed));
   post->outputs = reinterpret_cast<const void* const*>(
@@ -104,10 +106,11 @@ int Ready(Op* op) {
     const int n = comm.size();
     for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
       const int p = static_cast<int>(op->cursor);
-      const bool reads = op->binding->all_read_me ? p != comm.me()
-                                                  : p == op->binding->one_reader;
-      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
-                               op->key, p)) {
+      const bool reads = op->binding->all_read_me
+                             ? p != comm.me()
+                             : p == op->binding->one_reader;
+      if (!reads ||
+          ReaderDone(comm, op->state->control, op->slot, op->gen, op->key, p)) {
         continue;
       }
       if (!op->aborted) return 0;
@@ -224,9 +227,7 @@ void AckSources(const Op& op, bool wake) {
     Ack(AckWord(comm.rank(p).rw, post.index, comm.me()), post.gen);
   }
   if (!wake) return;
-  // The acknowledgement (release) and the mask form a store-load race with the
-  // owner's Arm; here the owner sleeps for it, so it is ordered.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  AcksBeforeMasks();  // here the owner sleeps for them
   for (int p : op.binding->plan.sources) {
     if (NeedsWake(comm.rank(p).shadow, bit)) Wake(comm.rank(p).rw, bit);
   }

@@ -141,7 +141,7 @@ int Visit(dl_phdr_info* info, size_t, void* data) {
   const ElfW(Dyn)* dynamic = nullptr;
   const ElfW(Addr) base = info->dlpi_addr;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& h = info->dlpi_phdr[i];
+    const ElfW(Phdr) & h = info->dlpi_phdr[i];
     if (h.p_type == PT_DYNAMIC) {
       dynamic = reinterpret_cast<const ElfW(Dyn)*>(base + h.p_vaddr);
     }
@@ -153,7 +153,7 @@ int Visit(dl_phdr_info* info, size_t, void* data) {
   if (dynamic == nullptr) return 1;
   const ElfW(Sym)* symbols = nullptr;
   const char* names = nullptr;
-  const ElfW(Rela)*rela = nullptr, *plt = nullptr;
+  const ElfW(Rela)* rela = nullptr, *plt = nullptr;
   size_t rela_bytes = 0, plt_bytes = 0, relative = 0;
   for (; dynamic->d_tag != DT_NULL; ++dynamic) {
     const ElfW(Addr) p = dynamic->d_un.d_ptr;

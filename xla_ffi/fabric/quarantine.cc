@@ -34,10 +34,9 @@ void Quarantine::Sweep(const std::function<void(void*)>& free) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::erase_if(held_, [](const Held& h) { return h.over(); });
     holding_.store(static_cast<int>(held_.size()), std::memory_order_release);
-    const auto kept =
-        std::partition(blocks_.begin(), blocks_.end(), [this](const Block& b) {
-          return Overlaps(b.address, b.bytes);
-        });
+    const auto kept = std::partition(
+        blocks_.begin(), blocks_.end(),
+        [this](const Block& b) { return Overlaps(b.address, b.bytes); });
     ready.assign(kept, blocks_.end());
     blocks_.erase(kept, blocks_.end());
   }

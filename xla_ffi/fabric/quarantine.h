@@ -28,9 +28,7 @@ class Quarantine {
     return holding_.load(std::memory_order_acquire) != 0 &&
            KeepsSlow(block, bytes);
   }
-  bool holding() const {
-    return holding_.load(std::memory_order_relaxed) != 0;
-  }
+  bool holding() const { return holding_.load(std::memory_order_relaxed) != 0; }
   // Lets go of what is over and frees the blocks that waited for it.
   void Sweep(const std::function<void(void*)>& free);
   // From now on nothing is over any more: the words to tell by are gone.

@@ -146,8 +146,7 @@ void Registrar::Use(int process, const void* address, uint64_t bytes) {
       reinterpret_cast<uint64_t>(address) - arena_->HeapOf(process);
   const uint64_t end = begin + bytes;
   if (ahead_) {
-    const bool ready =
-        end <= peer.ready_end.load(std::memory_order_relaxed);
+    const bool ready = end <= peer.ready_end.load(std::memory_order_relaxed);
     Add(ready ? counts_.found_ready : counts_.found_unready, 1);
     return;
   }
@@ -176,8 +175,7 @@ void Registrar::FirstUse(const void* address) {
   warmed_ns_[e].store(1, std::memory_order_relaxed);
   const uint64_t gap = NowNs() - warmed;
   Add(counts_.gaps, 1);
-  const int bucket =
-      std::min(31, static_cast<int>(std::bit_width(gap / 1000)));
+  const int bucket = std::min(31, static_cast<int>(std::bit_width(gap / 1000)));
   Add(counts_.gap_log2_us[bucket], 1);
   uint64_t least = counts_.gap_min_ns.load(std::memory_order_relaxed);
   while (gap < least && !counts_.gap_min_ns.compare_exchange_weak(

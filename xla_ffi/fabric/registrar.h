@@ -18,7 +18,7 @@ class Registrar {
  public:
   // Figures for the ledger; single writer, the thread, but for `jit`.
   struct Counts {
-    std::atomic<uint64_t> warm_bytes{0}, warm_ns{0};          // own pages
+    std::atomic<uint64_t> warm_bytes{0}, warm_ns{0};           // own pages
     std::atomic<uint64_t> populated_bytes{0}, populate_ns{0};  // peers' pages
     std::atomic<uint64_t> jit_bytes{0}, jit_ns{0};  // mapped at first use
     std::atomic<uint64_t> extents{0}, remaps{0}, trims{0};
@@ -42,7 +42,7 @@ class Registrar {
   const Counts& counts() const { return counts_; }
 
  private:
-  static constexpr size_t kPiece = size_t{2} << 20;  // a huge page
+  static constexpr size_t kPiece = size_t{2} << 20;    // a huge page
   static constexpr size_t kExtent = size_t{32} << 20;  // of first-use times
 
   void Run();
@@ -56,7 +56,7 @@ class Registrar {
   size_t warm_end_ = 0;
   int idle_ticks_ = 0;
   struct Peer {
-    std::atomic<uint64_t> ready_end{0};   // heap offset mapped here so far
+    std::atomic<uint64_t> ready_end{0};  // heap offset mapped here so far
     std::unique_ptr<std::atomic<uint64_t>[]> mapped;  // by piece, bits
   };
   std::unique_ptr<Peer[]> peers_;

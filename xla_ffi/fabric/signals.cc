@@ -93,9 +93,9 @@ bool SleepExtents(Control* own, uint32_t seen, uint64_t nanoseconds) {
   timespec t;
   t.tv_sec = static_cast<time_t>(nanoseconds / 1000000000u);
   t.tv_nsec = static_cast<long>(nanoseconds % 1000000000u);
-  const long r = syscall(SYS_futex,
-                         reinterpret_cast<uint32_t*>(&own->extent_bell),
-                         FUTEX_WAIT, seen, &t, nullptr, 0);
+  const long r =
+      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own->extent_bell),
+              FUTEX_WAIT, seen, &t, nullptr, 0);
   return r == 0 || errno != ETIMEDOUT;
 }
 
