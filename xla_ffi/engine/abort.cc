@@ -273,6 +273,19 @@ bool Confirm(Op* op, Failure* failure) {
   return true;
 }
 
+bool Agreed(Op* op, Failure* failure) {
+  Comm& comm = op->comm();
+  if (!op->binding->all_read_me || comm.one_process()) return true;
+  for (int p : op->binding->plan.sources) {
+    const PeerPost& post = op->found[p];
+    if (StateOf(*post.slot) != MakeState(post.gen, Phase::kAborted)) continue;
+    *failure = Echo(*op, p, comm.PeerEntry(p));
+    Abort(op, *failure, comm.rank(p).world, /*final=*/true);
+    return false;
+  }
+  return true;
+}
+
 bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
   Comm& comm = op->comm();
   const CommEntry* entry = comm.PeerEntry(position);

@@ -245,6 +245,10 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     }
   }
   if (!await(&end)) return end;
+  if (!detail::Agreed(op, failure)) {
+    op->comm().EndOperation();
+    return Outcome::kFailed;
+  }
   detail::ReleaseSlot(op);
   return Finish(op);
 }

@@ -144,6 +144,9 @@ bool SlowCheck(Op* op, uint64_t now_ns, Failure* failure);
 bool Abort(Op* op, const Failure& why, int culprit, bool final = false);
 // After the last stage: whether every source still stands by its post.
 bool Confirm(Op* op, Failure* failure);
+// At the end of an exit that had a deadline: whether every source stood by its
+// post to the last.
+bool Agreed(Op* op, Failure* failure);
 bool FindMismatch(Op* op, uint64_t now_ns, int position, Failure* failure);
 
 }  // namespace detail
