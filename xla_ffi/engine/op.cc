@@ -218,8 +218,15 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     const int stages = static_cast<int>(plan.stages.size());
     while (op->stage < stages) {
       if (!await(&end)) return end;
+      const Stage& stage = plan.stages[static_cast<size_t>(op->stage)];
+      if (!stage.reduces.empty() && !stage.reduces[0].copies.empty()) {
+        // The wait may have been long: a peer that gave up meanwhile is found
+        // before a byte is stored to it.
+        op->cursor = 0;
+        if (!await(&end)) return end;
+      }
       if (op->stage + 1 == stages) MaybeFault(FaultPoint::kMidStages);
-      detail::RunStage(*op, plan.stages[static_cast<size_t>(op->stage)]);
+      detail::RunStage(*op, stage);
       ++op->stage;
       op->cursor = 0;
       if (op->stage < stages) {
