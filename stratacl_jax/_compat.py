@@ -74,14 +74,12 @@ def auto_pcast() -> bool:
 
 def varying(x: Any) -> frozenset:
     """Mesh axes over which the value (or aval) differs between ranks."""
-    aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
+    aval: Any = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
     return frozenset(aval.mat.varying)
 
 
 def with_varying(aval: Any, names: Iterable[Any]) -> Any:
-    return aval.update(
-        manual_axis_type=aval.mat.update(varying=frozenset(names))
-    )
+    return aval.update(manual_axis_type=aval.mat.update(varying=frozenset(names)))
 
 
 def axis_size(names: Sequence[Any], groups: Any = None) -> int:
@@ -142,7 +140,7 @@ def device_groups(
             f"the mesh axes {automatic} are not manual here; pass all axis names to "
             "jax.shard_map"
         )
-    positions = _axis_groups(context, tuple(names))
+    positions: Sequence[Sequence[int]] = _axis_groups(context, tuple(names))
     if index_groups is not None:
         positions = [
             [group[i] for i in chosen] for group in positions for chosen in index_groups

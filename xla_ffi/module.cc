@@ -109,23 +109,23 @@ NB_MODULE(_native, m) {
   using namespace strata;
   m.doc() = "Native half of stratacl_jax; not a public interface.";
 
-  nb::register_exception_translator(
-      [](const std::exception_ptr& p, void*) {
-        try {
-          std::rethrow_exception(p);
-        } catch (const Error& e) {
-          nb::object module = nb::module_::import_("stratacl_jax.runtime.errors");
-          nb::object cls = module.attr(NameOf(e.kind()));
-          PyErr_SetString(cls.ptr(), e.what());
-        }
-      });
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const Error& e) {
+      nb::object module = nb::module_::import_("stratacl_jax.runtime.errors");
+      nb::object cls = module.attr(NameOf(e.kind()));
+      PyErr_SetString(cls.ptr(), e.what());
+    }
+  });
 
   m.def("candidate_bases", &CandidateBases);
   m.def("range_is_free", &RangeIsFree, "base"_a, "bytes"_a);
   m.def("prepare", &Prepare, "process"_a, "processes"_a, "base"_a, "span"_a,
         "eager_bytes"_a, "settings"_a,
         "Creates this process's arena; returns its memfd (-1 if private).");
-  m.def("attach", [](int p, int fd) { Prepared().world->arena().Attach(p, fd); });
+  m.def("attach",
+        [](int p, int fd) { Prepared().world->arena().Attach(p, fd); });
   m.def("watch", [](int p, int pidfd, int64_t pid) {
     Prepared().world->Watch(p, pidfd, pid);
   });

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from .. import _compat
 
@@ -74,6 +75,16 @@ def batch(
     return True, tuple(n for n in names if n != axis_data.name)
 
 
+def sum_batch(xs: Sequence[Any], dims: Sequence[Any], n: int) -> list[Any]:
+    """Sums over vmap's own axis, of size n; what is not batched counts n times."""
+    return [
+        x * lax.convert_element_type(n, x.dtype)
+        if d is None
+        else jnp.sum(x, axis=d, dtype=x.dtype)
+        for x, d in zip(xs, dims, strict=True)
+    ]
+
+
 def def_linear(
     primitive: Any,
     transpose: Callable[..., Sequence[Any]],
@@ -119,4 +130,4 @@ def def_impl(primitive: Any) -> None:
 
 
 def to_front(x: Any, d: int) -> Any:
-    return batching.moveaxis(x, d, 0)
+    return jnp.moveaxis(x, d, 0)

@@ -61,9 +61,7 @@ class _Board:
         return self._left_ms() / 1000
 
 
-def agree_on_base(
-    candidates: Sequence[int], free: Sequence[Sequence[bool]]
-) -> int:
+def agree_on_base(candidates: Sequence[int], free: Sequence[Sequence[bool]]) -> int:
     """The first candidate that is free in all processes.
 
     Raises:
@@ -101,7 +99,10 @@ def _peer_pidfd(connection: socket.socket, said_pid: int) -> tuple[int, int]:
 
 
 def _swap_descriptors(
-    me: int, people: list[dict[str, Any]], listener: socket.socket, memfd: int,
+    me: int,
+    people: list[dict[str, Any]],
+    listener: socket.socket,
+    memfd: int,
     board: _Board,
 ) -> dict[int, tuple[int, int, int]]:
     """Exchanges memfds with everybody: {process: (memfd, pidfd, pid)}."""
@@ -129,10 +130,9 @@ def _swap_descriptors(
             while sum(p > me for p in found) < n - 1 - me:
                 listener.settimeout(board.seconds_left())
                 connection, _ = listener.accept()
-                with connection:
-                    # A stranger on the socket is no reason to fail the job.
-                    with contextlib.suppress(InvalidUsage):
-                        meet(connection, None)
+                # A stranger on the socket is no reason to fail the job.
+                with connection, contextlib.suppress(InvalidUsage):
+                    meet(connection, None)
         except BaseException as error:
             failures.append(error)
 

@@ -48,9 +48,10 @@ def native_module() -> Any:
             f"the fabric needs Linux, this is {platform.system()}; every operator is "
             "jax.lax's own here"
         )
-    from .. import _native
+    # Not `from .. import`: type checkers know it only where it has been built.
+    import stratacl_jax._native as native
 
-    return _native
+    return native
 
 
 def _local_device_count() -> int:
@@ -226,9 +227,7 @@ def initialize(*, timeout: float | None = None) -> None:
         }
 
 
-def _bootstrap(
-    native: Any, process: int, processes: int, ranks: int
-) -> dict[str, Any]:
+def _bootstrap(native: Any, process: int, processes: int, ranks: int) -> dict[str, Any]:
     from .. import _compat
     from . import bootstrap
 
@@ -365,7 +364,8 @@ def translate_errors() -> Any:
     """Turns XLA's exceptions into this package's, inside a `with` block.
 
     A failure inside a compiled program reaches Python as `jax.errors.
-    JaxRuntimeError` with a text that begins "stratacl: PeerLost: ...". In this
+    JaxRuntimeError` or, if it shows while the program is being called, as
+    `ValueError`, with a text that contains "stratacl: PeerLost: ...". In this
     block it becomes `PeerLost` itself. The block must contain the place where the
     error shows: the call, or `block_until_ready()`.
     """
@@ -373,7 +373,7 @@ def translate_errors() -> Any:
 
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         ours = from_message(str(error))
         if ours is None:
             raise
@@ -392,4 +392,3 @@ def available() -> bool:
         say_once(str(error))
         return False
     return True
-

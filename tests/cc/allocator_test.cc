@@ -158,8 +158,8 @@ TEST(ThreadsShareIt) {
       for (int step = 0; step < 4000 / harness::kSlow; ++step) {
         if (mine.size() < 20 && !random.OneIn(3)) {
           const size_t bytes = random.Below(30 * kGranule) + 1;
-          const size_t at = allocator.Allocate(bytes, kGranule
-                                                          << random.Below(3));
+          const size_t at =
+              allocator.Allocate(bytes, kGranule << random.Below(3));
           if (at == Allocator::kFull) continue;
           const size_t end = (at + allocator.SizeOf(at)) / kGranule;
           for (size_t g = at / kGranule; g < end; ++g) {

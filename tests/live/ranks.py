@@ -113,9 +113,7 @@ class Ranks:
         return [answers[i][1] for i in range(self.processes)]
 
     def _collect(self, answers: dict[int, tuple[bool, Any]], until: float) -> None:
-        open_links = [
-            link for i, link in enumerate(self._links) if i not in answers
-        ]
+        open_links = [link for i, link in enumerate(self._links) if i not in answers]
         for link in wait(open_links, max(0.0, until - time.monotonic())):
             assert isinstance(link, Connection)
             index = self._links.index(link)

@@ -22,17 +22,19 @@ RING = [(r, (r + 1) % N) for r in range(N)]
 def different_source_lines() -> None:
     x = rows(N)
     if ME == 0:
+
         def mine(v):
             return psum(v * 2) + 1
     else:
+
         def mine(v):
 
             return psum(v * 2) + 1
+
     f = spmd(mine, MESH)
-    if ME == 0:
+    if ME == 0:  # noqa: SIM108 (two lines are the point)
         y = f(scatter(x, MESH))
     else:
-
         y = f(scatter(x, MESH))
     for _ in range(3):
         y = f(y) if ME % 2 else f(y)

@@ -6,10 +6,13 @@ They run under `stratacl launch`, one copy a process, started by tests/test_*.py
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +38,9 @@ def scatter(rows: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def spmd(function: Callable, mesh: Mesh) -> Callable:
     """The jitted program whose every rank maps its row to a row."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    )
 
 
 def check(found: jax.Array, expected: np.ndarray, what: str = "") -> None:
@@ -71,14 +76,49 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def error_of(run: Callable[[], object]) -> str:
-    """The text of the StrataError that `run` must raise, class name first."""
+def attempt(run: Callable[[], Any]) -> tuple[Any, str]:
+    """What `run` returned, and the text of the StrataError that it raised.
+
+    One of the two is empty; the error's class name comes first in its text. Any
+    other exception is passed on.
+    """
     try:
         with scl.translate_errors():
-            jax.block_until_ready(run())
+            return jax.block_until_ready(run()), ""
     except scl.StrataError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("no error was raised")
+        return None, f"{type(error).__name__}: {error}"
+
+
+def error_of(run: Callable[[], object]) -> str:
+    """The text of the StrataError that `run` must raise, class name first."""
+    _, error = attempt(run)
+    assert error, "no error was raised"
+    return error
+
+
+def must_contain(text: str, *parts: object) -> None:
+    missing = [str(part) for part in parts if str(part) not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+class DeathWatch:
+    """Notes when another process dies, on this process's clock."""
+
+    def __init__(self, pid: int):
+        self._fd = os.pidfd_open(pid)
+        self._at = 0.0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        select.select([self._fd], [], [])
+        self._at = time.monotonic()
+        os.close(self._fd)
+
+    def time_of_death(self) -> float:
+        self._thread.join(30.0)
+        assert not self._thread.is_alive(), "the process has not died"
+        return self._at
 
 
 class Board:

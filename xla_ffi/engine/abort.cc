@@ -32,16 +32,16 @@ std::string DescribePost(const Description& d, const Key& k) {
   for (int i = 0; i < d.dims_used; ++i) {
     dims.push_back(static_cast<int64_t>(d.dims[i]));
   }
-  return DescribeCall(static_cast<OpKind>(d.op),
-                      static_cast<ReduceOp>(d.reduce),
-                      static_cast<DType>(d.dtype), dims, d.leaves,
-                      d.group_size) +
+  return DescribeCall(
+             static_cast<OpKind>(d.op), static_cast<ReduceOp>(d.reduce),
+             static_cast<DType>(d.dtype), dims, d.leaves, d.group_size) +
          " (launch " + std::to_string(k.launch) + ")";
 }
 
 // Ranks the op still waits for, from its cursor on.
 std::vector<int> MissingRanks(const Op& op) {
   std::vector<int> missing;
+  if (op.at == Op::At::kClaim) return LateReaders(op);
   if (op.at != Op::At::kStages) {
     if (Missing(op) >= 0) missing.push_back(op.comm().rank(Missing(op)).world);
     return missing;
@@ -162,7 +162,9 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
       return {kind, who + " died during " + op.binding->instance->Describe() +
                         " (found by " + by + "; " + Where(op) + ")"};
     case ErrorKind::kDeadlineExceeded:
-      return {kind, by + " gave up waiting for " + who + " (" + Where(op) +
+      // The one that was missing may be the one that tells us.
+      return {kind, (by == who ? "a rank of the group" : by) +
+                        " gave up waiting for " + who + " (" + Where(op) +
                         "); the operation is aborted on all ranks"};
     default:
       return {kind == ErrorKind::kNone ? ErrorKind::kInvalidUsage : kind,
@@ -223,8 +225,8 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  // Not taken before the loads of the payload are over, on any machine.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Needs no order with the loads of the payload: a source leaves its bytes
+  // alone until this operation has acknowledged them or is ABORTED.
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
     const uint64_t state = StateOf(*post.slot);
@@ -253,10 +255,9 @@ bool FindMismatch(Op* op, uint64_t now, int position, Failure* failure) {
   PeerPost post;
   // The peer's launch is over and it never made this call.
   if (ordinal > op->key.launch && !Find(*op, position, &post)) {
-    *failure = MismatchWith(
-        *op, position,
-        "finished its launch without it and is in launch " +
-            std::to_string(ordinal));
+    *failure = MismatchWith(*op, position,
+                            "finished its launch without it and is in launch " +
+                                std::to_string(ordinal));
     return true;
   }
   // The peer made a call, in this very launch, that this process never
@@ -320,8 +321,8 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
            entry->broken.load(std::memory_order_seq_cst) != 0);
       const int culprit =
           entry != nullptr
-              ? static_cast<int>(
-                    entry->cause.load(std::memory_order_acquire) >> 8)
+              ? static_cast<int>(entry->cause.load(std::memory_order_acquire) >>
+                                 8)
               : comm.rank(p).world;
       // If the peer has a slot for this operation, its phase decides.
       if (post.slot != nullptr || Find(*op, p, &post)) {
@@ -336,10 +337,10 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       }
       if (dead && (post.slot == nullptr ||
                    Progress(*post.slot) < static_cast<uint64_t>(op->stage))) {
-        return fail({ErrorKind::kPeerLost,
-                     world.Name(comm.rank(p).world) + " died; " + Where(*op) +
-                         " cannot complete"},
-                    comm.rank(p).world);
+        return fail(
+            {ErrorKind::kPeerLost, world.Name(comm.rank(p).world) + " died; " +
+                                       Where(*op) + " cannot complete"},
+            comm.rank(p).world);
       }
     }
     if (waited > 100 * kMs) {
@@ -355,12 +356,13 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
   if (waited >= world.settings().timeout_ns) {
     const std::vector<int> missing = MissingRanks(*op);
     const std::string what =
-        op->at == Op::At::kClaim
-            ? "no posting slot became free (its readers are late)"
-            : "still missing: " + Names(world, missing);
-    return fail({ErrorKind::kDeadlineExceeded,
-                 "waited " + Seconds(waited) + " (STRATACL_TIMEOUT); " + what +
-                     "; " + Where(*op)},
+        (op->at == Op::At::kClaim
+             ? "no posting slot became free, for earlier posts still await "
+             : "still missing: ") +
+        Names(world, missing);
+    return fail({ErrorKind::kDeadlineExceeded, "waited " + Seconds(waited) +
+                                                   " (STRATACL_TIMEOUT); " +
+                                                   what + "; " + Where(*op)},
                 missing.empty() ? comm.self().world : missing[0]);
   }
   if (!op->warned && waited >= world.settings().warn_after_ns) {

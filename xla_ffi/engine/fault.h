@@ -3,7 +3,6 @@
 #pragma once
 
 #include <signal.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -12,11 +11,11 @@ namespace strata {
 
 enum class FaultPoint : int {
   kNone = 0,
-  kBeforePost = 1,   // slot claimed, nothing visible
-  kAfterPost = 2,    // visible, no peer read yet
-  kMidStages = 3,    // before the last stage
-  kBeforeAck = 4,    // all read, nothing acknowledged
-  kAfterAck = 5,     // acknowledged, not returned
+  kBeforePost = 1,      // slot claimed, nothing visible
+  kAfterPost = 2,       // visible, no peer read yet
+  kMidStages = 3,       // before the last stage
+  kBeforeAck = 4,       // all read, nothing acknowledged
+  kAfterAck = 5,        // acknowledged, not returned
   kAbortRequested = 6,  // ABORT_REQ stands, not resolved
 };
 
@@ -35,7 +34,8 @@ inline void MaybeFault(FaultPoint at) {
     return;
   }
   if (fault.countdown.fetch_sub(1, std::memory_order_relaxed) != 0) return;
-  kill(getpid(), fault.signal.load(std::memory_order_relaxed));
+  // To this very thread: a stop that another thread takes lets this one run on.
+  raise(fault.signal.load(std::memory_order_relaxed));
 }
 
 }  // namespace strata

@@ -24,8 +24,9 @@ bool Sites::Known(uint64_t site) {
 }
 
 uint64_t SiteOf(const Spec& spec) {
-  uint64_t h = HashBytes("stratacl", 8, static_cast<uint64_t>(spec.op) |
-                                            uint64_t(spec.reduce) << 8);
+  uint64_t h =
+      HashBytes("stratacl", 8,
+                static_cast<uint64_t>(spec.op) | uint64_t(spec.reduce) << 8);
   auto add = [&h](int64_t v) { h = HashBytes(&v, sizeof(v), h); };
   add(spec.channel);
   for (int64_t d : spec.dims) add(d);
@@ -160,8 +161,9 @@ void Instance::Bind(World* world, CommRegistry* comms,
     const int64_t packed = WindowLayout(spec_.leaves).back();
     const bool eager =
         static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
-    b->transport = !eager && b->comm->one_process() ? Transport::kDirect
-                                                    : Transport::kStaged;
+    const bool direct =
+        !eager && b->comm->one_process() && world->settings().direct;
+    b->transport = direct ? Transport::kDirect : Transport::kStaged;
     Problem p;
     p.op = spec_.op;
     p.reduce = spec_.reduce;
@@ -192,9 +194,8 @@ void Instance::Bind(World* world, CommRegistry* comms,
     Description& d = b->description;
     d.op = static_cast<uint8_t>(spec_.op);
     d.reduce = static_cast<uint8_t>(spec_.reduce);
-    d.dtype = spec_.leaves.empty()
-                  ? 0
-                  : static_cast<uint8_t>(spec_.leaves[0].dtype);
+    d.dtype =
+        spec_.leaves.empty() ? 0 : static_cast<uint8_t>(spec_.leaves[0].dtype);
     d.dims_used =
         static_cast<uint8_t>(std::min<size_t>(spec_.dims.size(), kShapeDims));
     for (size_t i = 0; i < d.dims_used; ++i) {

@@ -21,7 +21,7 @@ struct Spec {
   OpKind op = OpKind::kPsum;
   ReduceOp reduce = ReduceOp::kSum;
   std::vector<Leaf> leaves;
-  std::vector<int64_t> dims;  // of the first leaf, for messages
+  std::vector<int64_t> dims;                 // of the first leaf, for messages
   std::vector<std::vector<int64_t>> groups;  // device ids, listed order
   std::vector<std::pair<int, int>> permutation;
   int64_t channel = 0;  // ordinal of the call among ours in the lowered module

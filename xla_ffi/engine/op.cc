@@ -13,7 +13,11 @@ namespace {
 
 constexpr uint64_t kForever = ~uint64_t{0};
 constexpr uint64_t kCheckEveryNs = 50'000'000;  // slow checks while asleep
-constexpr uint64_t kCreditPollNs = 100'000;  // acknowledgements do not ring
+// Acknowledgements do not ring, so credit is polled for: often while the reader
+// is likely to be just behind, then seldom, for it may be stopped.
+constexpr uint64_t kCreditPollNs = 100'000;
+constexpr uint64_t kLongCreditPollNs = 1'000'000;
+constexpr uint64_t kLongCreditWaitNs = 10'000'000;
 
 uint64_t Min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -34,8 +38,7 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
   if (op->start_ns == 0) op->start_ns = begin;
   uint64_t now = begin;
   const uint64_t spin_end = begin + Min(set.spin_ns, budget_ns);
-  const uint64_t yield_end =
-      begin + Min(set.spin_ns + set.yield_ns, budget_ns);
+  const uint64_t yield_end = begin + Min(set.spin_ns + set.yield_ns, budget_ns);
   while (now < yield_end) {
     int r = 0;
     for (int i = 0; i < 32 && r == 0; ++i) {
@@ -63,7 +66,10 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
     uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
-    if (op->at != Op::At::kStages) slice = Min(slice, kCreditPollNs);
+    if (op->at != Op::At::kStages) {
+      const bool lasts = now - begin >= kLongCreditWaitNs;
+      slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
+    }
     const int missing = detail::Missing(*op);
     const uint64_t bits =
         missing < 0 ? 0 : RankBit(op->comm().rank(missing).world);
@@ -250,9 +256,7 @@ namespace {
 constexpr uint32_t kFlush = 1u << 15, kDenormalsAreZero = 1u << 6;
 constexpr uint32_t kRounding = 3u << 13;
 uint64_t GetMode() { return __builtin_ia32_stmxcsr(); }
-void SetMode(uint64_t m) {
-  __builtin_ia32_ldmxcsr(static_cast<uint32_t>(m));
-}
+void SetMode(uint64_t m) { __builtin_ia32_ldmxcsr(static_cast<uint32_t>(m)); }
 uint64_t XlaMode(uint64_t m) {
   return (m & ~uint64_t{kRounding}) | kFlush | kDenormalsAreZero;
 }

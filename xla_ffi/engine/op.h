@@ -20,7 +20,7 @@ struct LocalSlot {
   std::atomic<uint32_t> claimed{0};  // 0 idle (perhaps draining), 1 in use
   std::atomic<uint64_t> gen{0};
   Comm* comm = nullptr;  // of the last operation; nullptr = never used
-  Key key;  // of the last operation
+  Key key;               // of the last operation
   bool all_read = false;
   int one_reader = -1;
   bool displaced = false;
@@ -60,7 +60,7 @@ struct Op {
   int slot = -1;
   At at = At::kClaim;
   int stage = 0;
-  size_t cursor = 0;       // needs (or readers) before it are satisfied
+  size_t cursor = 0;     // needs (or readers) before it are satisfied
   bool aborted = false;  // kExit only drains what may still be read
   uint64_t start_ns = 0, check_ns = 0;
   bool warned = false;
@@ -107,6 +107,8 @@ inline int HomeBucket(const Key& k) {
 
 bool Drained(const RankState& rank, int slot);
 bool TryClaim(Op* op);
+// World ranks that still read what a claim waits to reuse.
+std::vector<int> LateReaders(const Op& op);
 void Post(Op* op);
 bool Find(const Op& op, int position, PeerPost* post);
 // The peer's slot for a key and its generation; nullptr if it has none.

@@ -1,4 +1,5 @@
 // Claiming a slot, posting, finding the peers' posts, running a stage.
+#include <algorithm>
 #include <cstring>
 
 #include "engine/kernels.h"
@@ -8,17 +9,19 @@ namespace strata::detail {
 namespace {
 
 // Whether group position `p` will not read this rank's operation `key` any
-// more: it acknowledged, its process is dead, its launch is over, or its own
-// part is aborted.  Order of reads: entry before slots, so that a slot posted
-// after the look belongs to a rank that sees its own abort before it reads.
+// more: it acknowledged, its process is dead, its own part is aborted, or its
+// launch is over or aborted and it has no part.  (An aborted launch may be
+// followed by the next one while one of its operations still reads.)  Order of
+// reads: entry before slots, so that a slot posted after the look belongs to a
+// rank that sees its own abort before it reads.
 bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
                 const Key& key, int p) {
   if (Acked(AckWord(control, slot, p), gen)) return true;
   if (comm.world().Dead(comm.rank(p).process)) return true;
   const CommEntry* e = comm.PeerEntry(p);
   if (e == nullptr) return false;
-  if (e->ordinal.load(std::memory_order_acquire) > key.launch) return true;
-  if (e->aborted.load(std::memory_order_seq_cst) < key.launch &&
+  if (e->ordinal.load(std::memory_order_acquire) <= key.launch &&
+      e->aborted.load(std::memory_order_seq_cst) < key.launch &&
       e->broken.load(std::memory_order_seq_cst) == 0) {
     return false;
   }
@@ -98,6 +101,40 @@ bool Drained(const RankState& rank, int slot) {
     if (p != local.comm->me() && !done(p)) return false;
   }
   return true;
+}
+
+std::vector<int> LateReaders(const Op& op) {
+  const Binding* b = op.binding;
+  RankState* rank = op.state;
+  std::vector<int> late;
+  auto look = [&](int slot) {
+    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+    uint32_t idle = 0;
+    // Held while it is looked at, so that nobody rewrites it meanwhile.
+    if (!local.claimed.compare_exchange_strong(idle, 1,
+                                               std::memory_order_acquire)) {
+      return;
+    }
+    if (const Comm* comm = local.comm; comm != nullptr) {
+      const uint64_t gen = local.gen.load(std::memory_order_relaxed);
+      for (int p = 0; p < comm->size(); ++p) {
+        const bool reads =
+            local.all_read ? p != comm->me() : p == local.one_reader;
+        const int world = comm->rank(p).world;
+        if (reads && std::find(late.begin(), late.end(), world) == late.end() &&
+            !ReaderDone(*comm, rank->control, slot, gen, local.key, p)) {
+          late.push_back(world);
+        }
+      }
+    }
+    local.claimed.store(0, std::memory_order_release);
+  };
+  // The execution whose credit is due, else (the table is full) every slot.
+  const uint64_t n = b->count.load(std::memory_order_relaxed);
+  const int due = b->past[n % kWays].slot.load(std::memory_order_relaxed);
+  if (due >= 0) look(due);
+  for (int s = 0; s < kSlots && late.empty(); ++s) look(s);
+  return late;
 }
 
 bool TryClaim(Op* op) {
@@ -206,11 +243,15 @@ void Post(Op* op) {
   }
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
-  // Published by the state word; a window inside the slot needs no address.
-  s->window.store(local.window == op->window
-                      ? reinterpret_cast<uint64_t>(op->window)
-                      : 0,
-                  std::memory_order_relaxed);
+  // Published by the state word.  The post itself says where its bytes are: a
+  // reader that nobody reads has a plan without a window and cannot know.
+  uint64_t window = kWindowInline;
+  if (op->window != nullptr && op->window == local.window) {
+    window = reinterpret_cast<uint64_t>(op->window);
+  } else if (static_cast<uint64_t>(b->plan.window_bytes) > kInlineBytes) {
+    window = kWindowPayload;
+  }
+  s->window.store(window, std::memory_order_relaxed);
   s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
                   std::memory_order_relaxed);
   s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
@@ -247,12 +288,11 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
   post->window =
-      window != 0 ? reinterpret_cast<const unsigned char*>(window)
-      : bytes <= kInlineBytes
-          ? s->inline_payload
-          : op.world().arena().Payload(const_cast<Control*>(c), post->index);
+      window == kWindowInline ? s->inline_payload
+      : window == kWindowPayload
+          ? op.world().arena().Payload(const_cast<Control*>(c), post->index)
+          : reinterpret_cast<const unsigned char*>(window);
   post->inputs = reinterpret_cast<const void* const*>(
       s->inputs.load(std::memory_order_relaxed));
   post->outputs = reinterpret_cast<void* const*>(
@@ -268,10 +308,11 @@ int Ready(Op* op) {
     const int n = comm.size();
     for (; op->cursor < static_cast<size_t>(n); ++op->cursor) {
       const int p = static_cast<int>(op->cursor);
-      const bool reads = op->binding->all_read_me ? p != comm.me()
-                                                  : p == op->binding->one_reader;
-      if (!reads || ReaderDone(comm, op->state->control, op->slot, op->gen,
-                               op->key, p)) {
+      const bool reads = op->binding->all_read_me
+                             ? p != comm.me()
+                             : p == op->binding->one_reader;
+      if (!reads ||
+          ReaderDone(comm, op->state->control, op->slot, op->gen, op->key, p)) {
         continue;
       }
       if (!op->aborted) return 0;
@@ -375,9 +416,7 @@ void AckSources(const Op& op, bool wake) {
     Ack(AckWord(comm.rank(p).rw, post.index, comm.me()), post.gen);
   }
   if (!wake) return;
-  // The acknowledgement (release) and the mask form a store-load race with the
-  // owner's Arm; here the owner sleeps for it, so it is ordered.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  AcksBeforeMasks();  // here the owner sleeps for them
   for (int p : op.binding->plan.sources) {
     if (NeedsWake(comm.rank(p).shadow, bit)) Wake(comm.rank(p).rw, bit);
   }

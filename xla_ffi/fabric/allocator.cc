@@ -139,16 +139,17 @@ uint32_t Allocator::Find(uint32_t count) const {
 }
 
 size_t Allocator::Allocate(size_t bytes, size_t alignment) {
-  const uint64_t count64 = (bytes + kGranule - 1) / kGranule;
+  // Not rounded up by an addition: any number of bytes may be asked for.
+  const uint64_t count64 = bytes / kGranule + (bytes % kGranule != 0);
   const uint64_t align = std::max<uint64_t>(1, alignment / kGranule);
-  if (count64 + align > granules_) return kFull;
+  if (count64 + align - 1 > granules_) return kFull;
   const uint32_t count = std::max<uint32_t>(1, static_cast<uint32_t>(count64));
   Guard guard(lock_);
   uint32_t b = Find(count + static_cast<uint32_t>(align) - 1);
   if (b == kNil) return kFull;
   Remove(b);
-  const uint32_t skip = static_cast<uint32_t>(
-      (align - blocks_[b].start % align) % align);
+  const uint32_t skip =
+      static_cast<uint32_t>((align - blocks_[b].start % align) % align);
   if (skip != 0) {
     Split(b, skip);
     const uint32_t aligned = blocks_[b].after;

@@ -40,9 +40,9 @@ class Allocator {
   static constexpr uint32_t kNil = ~uint32_t{0};
 
   struct Block {
-    uint32_t start = 0, count = 0;       // granules
+    uint32_t start = 0, count = 0;         // granules
     uint32_t before = kNil, after = kNil;  // neighbours in the arena
-    uint32_t prev = kNil, next = kNil;   // free list, when free
+    uint32_t prev = kNil, next = kNil;     // free list, when free
     bool free = false;
   };
 

@@ -76,7 +76,7 @@ std::vector<uint64_t> CandidateBases() {
   for (uint64_t i = 0; i < 4; ++i) bases.push_back((64 + 64 * i) << 30);
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x200000000000 + (i << 41));
 #else
-#if defined(__SANITIZE_THREAD__)
+#if STRATACL_TSAN
   // ThreadSanitizer keeps application memory to a few fixed ranges; this is
   // its heap-mapping range on x86-64.
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x7e8000000000 + (i << 36));
@@ -88,10 +88,9 @@ std::vector<uint64_t> CandidateBases() {
 
 bool RangeIsFree(uint64_t base, size_t bytes) {
   void* want = reinterpret_cast<void*>(base);
-  void* p = mmap(want, bytes, PROT_NONE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE |
-                     MAP_FIXED_NOREPLACE,
-                 -1, 0);
+  void* p = mmap(
+      want, bytes, PROT_NONE,
+      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
   if (p == MAP_FAILED) return false;
   munmap(p, bytes);
   return p == want;  // kernels before 4.17 take the address as a hint
@@ -177,16 +176,15 @@ void Arena::Attach(int p, int fd) {
                      MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (alias == MAP_FAILED) {
     throw Error(ErrorKind::kResourceExhausted,
-                "cannot map the control block of process " +
-                    std::to_string(p) + ": " + Errno());
+                "cannot map the control block of process " + std::to_string(p) +
+                    ": " + Errno());
   }
   alias_[static_cast<size_t>(p)] = static_cast<unsigned char*>(alias);
 }
 
 Control* Arena::Shadow(int p, int local) const {
-  return reinterpret_cast<Control*>(Start(p) +
-                                    geometry_.control_bytes *
-                                        static_cast<size_t>(local));
+  return reinterpret_cast<Control*>(Start(p) + geometry_.control_bytes *
+                                                   static_cast<size_t>(local));
 }
 
 Control* Arena::Writable(int p, int local) const {

@@ -21,7 +21,7 @@ std::vector<uint64_t> CandidateBases();
 bool RangeIsFree(uint64_t base, size_t bytes);
 
 struct ControlGeometry {
-  size_t eager_bytes = 0;    // largest payload inside a post
+  size_t eager_bytes = 0;  // largest payload inside a post
   size_t payload_stride = 0;
   size_t control_bytes = 0;  // one rank's Control and payloads
   explicit ControlGeometry(size_t eager = 8192);

@@ -134,17 +134,17 @@ void Comm::AbortLaunch(uint64_t ordinal, const Failure& why, int culprit) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (entry_->aborted.load(std::memory_order_relaxed) >= ordinal) return;
   Explain(why);
-  entry_->cause.store(static_cast<uint64_t>(why.kind) |
-                          static_cast<uint64_t>(culprit) << 8,
-                      std::memory_order_release);
+  entry_->cause.store(
+      static_cast<uint64_t>(why.kind) | static_cast<uint64_t>(culprit) << 8,
+      std::memory_order_release);
   entry_->aborted.store(ordinal, std::memory_order_seq_cst);
 }
 
 void Comm::Break(const Failure& why, int culprit) {
   Explain(why);
-  entry_->cause.store(static_cast<uint64_t>(why.kind) |
-                          static_cast<uint64_t>(culprit) << 8,
-                      std::memory_order_release);
+  entry_->cause.store(
+      static_cast<uint64_t>(why.kind) | static_cast<uint64_t>(culprit) << 8,
+      std::memory_order_release);
   entry_->broken.store(1, std::memory_order_seq_cst);
   WakeGroup();
 }

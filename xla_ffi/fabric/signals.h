@@ -38,26 +38,44 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SANITIZE_THREAD__)
+#define STRATACL_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STRATACL_TSAN 1
+#endif
+#endif
+#ifndef STRATACL_TSAN
+#define STRATACL_TSAN 0
+#endif
+
 namespace strata {
 
-inline constexpr int kMaxRanks = 256;       // of one job
-inline constexpr int kMaxLocalRanks = 64;   // devices of one process
+inline constexpr int kMaxRanks = 256;      // of one job
+inline constexpr int kMaxLocalRanks = 64;  // devices of one process
 inline constexpr int kBuckets = 512;
 inline constexpr int kWays = 4;
 inline constexpr int kSlots = kBuckets * kWays;
 inline constexpr int kInlineAcks = 16;
-inline constexpr int kInlineBytes = 64;     // payload inside the slot itself
+inline constexpr int kInlineBytes = 64;  // payload inside the slot itself
 inline constexpr int kCommEntries = 1024;
 inline constexpr int kShapeDims = 4;
 
-enum class Phase : uint64_t { kFree = 0, kPosted = 1, kAbortReq = 2, kAborted = 3 };
+enum class Phase : uint64_t {
+  kFree = 0,
+  kPosted = 1,
+  kAbortReq = 2,
+  kAborted = 3
+};
 
 // state = generation << 2 | phase.  Generations start at 1 and never repeat.
 constexpr uint64_t MakeState(uint64_t gen, Phase p) {
   return gen << 2 | static_cast<uint64_t>(p);
 }
 constexpr uint64_t GenOf(uint64_t state) { return state >> 2; }
-constexpr Phase PhaseOf(uint64_t state) { return static_cast<Phase>(state & 3); }
+constexpr Phase PhaseOf(uint64_t state) {
+  return static_cast<Phase>(state & 3);
+}
 
 struct Key {
   uint64_t comm = 0;
@@ -77,18 +95,23 @@ struct Description {
 
 inline constexpr uint64_t kDone = ~uint64_t{0};
 
+// Values of Slot::window; any other is an address in the owner's arena.
+inline constexpr uint64_t kWindowInline = 0;  // inside the slot
+inline constexpr uint64_t kWindowPayload =
+    1;  // the slot's room behind the table
+
 struct alignas(64) Slot {
   // line 0: what a reader needs to match and to find the bytes
   std::atomic<uint64_t> state;
   std::atomic<uint64_t> comm, site, launch, instance;
-  std::atomic<uint64_t> window;   // address in the owner's arena; 0 = in place
+  std::atomic<uint64_t> window;   // where the bytes are, see kWindow* below
   std::atomic<uint64_t> inputs;   // address of the owner's pointer table, for
   std::atomic<uint64_t> outputs;  //   peers in the same address space only
   // line 1: a payload of at most kInlineBytes
   alignas(64) unsigned char inline_payload[kInlineBytes];
   // line 2: progress, then cold words
   alignas(64) std::atomic<uint64_t> progress;
-  std::atomic<uint64_t> what;         // Description packed
+  std::atomic<uint64_t> what;  // Description packed
   std::atomic<uint64_t> member_mask;
   std::atomic<uint64_t> dims[kShapeDims];
   // line 3: acknowledgements of group positions 0..15; the rest follow in
@@ -98,11 +121,11 @@ struct alignas(64) Slot {
 static_assert(sizeof(Slot) == 256);
 
 struct alignas(64) CommEntry {
-  std::atomic<uint64_t> hash;      // 0 = unused; set last
-  std::atomic<uint64_t> ordinal;   // launches that touched the communicator
-  std::atomic<uint64_t> aborted;   // highest ordinal whose operations aborted
-  std::atomic<uint64_t> cause;     // ErrorKind | culprit rank << 8
-  std::atomic<uint64_t> broken;    // ordinals are out of step for good
+  std::atomic<uint64_t> hash;     // 0 = unused; set last
+  std::atomic<uint64_t> ordinal;  // launches that touched the communicator
+  std::atomic<uint64_t> aborted;  // highest ordinal whose operations aborted
+  std::atomic<uint64_t> cause;    // ErrorKind | culprit rank << 8
+  std::atomic<uint64_t> broken;   // ordinals are out of step for good
 };
 
 struct Control {
@@ -113,7 +136,8 @@ struct Control {
   std::atomic<uint64_t> cpu_ns;
   alignas(64) std::atomic<uint64_t> wait_mask;
   std::atomic<uint32_t> bell;
-  alignas(64) std::atomic<uint64_t> displaced;  // posts that live outside their home bucket
+  alignas(64) std::atomic<uint64_t> displaced;  // posts that live outside their
+                                                // home bucket
   Slot slots[kSlots];
   CommEntry comms[kCommEntries];
   std::atomic<uint32_t> more_acks[kSlots][kMaxRanks - kInlineAcks];
@@ -162,8 +186,22 @@ inline uint64_t Progress(const Slot& s) {
 inline uint64_t StateOf(const Slot& s) {
   return s.state.load(std::memory_order_seq_cst);
 }
+#if STRATACL_TSAN
+// ThreadSanitizer knows no fences.  Here every acknowledgement is seq_cst by
+// itself: the same guarantee, for a full barrier each instead of one for all.
+inline constexpr std::memory_order kAckOrder = std::memory_order_seq_cst;
+inline void AcksBeforeMasks() {}
+#else
+inline constexpr std::memory_order kAckOrder = std::memory_order_release;
+// Between the acknowledgements of an operation and the loads of the owners'
+// wait masks, where owners sleep for them: one half of a store-load race, the
+// other half is Arm.
+inline void AcksBeforeMasks() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+#endif
 inline void Ack(std::atomic<uint32_t>& word, uint64_t gen) {
-  word.store(static_cast<uint32_t>(gen), std::memory_order_release);
+  word.store(static_cast<uint32_t>(gen), kAckOrder);
 }
 inline bool Acked(const std::atomic<uint32_t>& word, uint64_t gen) {
   return word.load(std::memory_order_acquire) == static_cast<uint32_t>(gen);
@@ -186,9 +224,9 @@ inline bool CommitAbort(Slot* s, uint64_t gen) {
 // True if the post stands: it was POSTED, or it is again.
 inline bool Help(Slot* s, uint64_t gen) {
   uint64_t expected = MakeState(gen, Phase::kAbortReq);
-  return s->state.compare_exchange_strong(
-             expected, MakeState(gen, Phase::kPosted),
-             std::memory_order_seq_cst) ||
+  return s->state.compare_exchange_strong(expected,
+                                          MakeState(gen, Phase::kPosted),
+                                          std::memory_order_seq_cst) ||
          expected == MakeState(gen, Phase::kPosted);
 }
 

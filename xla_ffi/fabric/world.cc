@@ -16,9 +16,8 @@ std::atomic<bool> forked{false};
 void WatchForks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] {
-      forked.store(true, std::memory_order_relaxed);
-    });
+    pthread_atfork(nullptr, nullptr,
+                   [] { forked.store(true, std::memory_order_relaxed); });
   });
 }
 
@@ -65,9 +64,9 @@ void World::Watch(int p, int pidfd, int64_t pid) {
 void World::Start(const std::vector<std::pair<int, int64_t>>& ranks,
                   bool divergent_programs) {
   if (ranks.size() > kMaxRanks) {
-    throw Error(ErrorKind::kInvalidUsage,
-                std::to_string(ranks.size()) + " ranks; this version serves " +
-                    std::to_string(kMaxRanks));
+    throw Error(ErrorKind::kInvalidUsage, std::to_string(ranks.size()) +
+                                              " ranks; this version serves " +
+                                              std::to_string(kMaxRanks));
   }
   divergent_ = divergent_programs;
   std::vector<int> next_local(static_cast<size_t>(arena_->processes()), 0);

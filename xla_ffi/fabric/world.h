@@ -21,22 +21,23 @@ namespace strata {
 struct Settings {
   uint64_t timeout_ns = 300ull * 1000000000u;
   uint64_t warn_after_ns = 20ull * 1000000000u;
-  uint64_t spin_ns = 0;        // while cores >= ranks, else 0
-  uint64_t yield_ns = 0;       // bounded yielding before the first sleep
+  uint64_t spin_ns = 0;          // while cores >= ranks, else 0
+  uint64_t yield_ns = 0;         // bounded yielding before the first sleep
   uint64_t inplace_ns = 300000;  // a handler waits in place at most this long
   size_t chunk_bytes = 256 << 10;
-  int algorithm = 0;           // Algorithm::kAuto
+  int algorithm = 0;   // Algorithm::kAuto
+  bool direct = true;  // ranks of one process read XLA's own buffers
   bool trace = false;
 };
 
 struct Rank {
-  int world = 0;     // position among all ranks
+  int world = 0;  // position among all ranks
   int process = 0;
-  int local = 0;     // index among its process's ranks
+  int local = 0;  // index among its process's ranks
   int64_t device_id = 0;
-  bool mine = false;            // belongs to this process
+  bool mine = false;                // belongs to this process
   const Control* shadow = nullptr;  // readable
-  Control* rw = nullptr;        // writable view
+  Control* rw = nullptr;            // writable view
 };
 
 // Per-rank counters; single writer at a time per binding, summed by the ledger.

@@ -99,9 +99,8 @@ Spec Decode(ffi::Span<const int64_t> words) {
 ffi::ErrorOr<std::unique_ptr<InstanceState>> Instantiate(
     ffi::Span<const int64_t> spec) {
   auto fail = [](ErrorKind kind, const std::string& what) {
-    return ffi::Unexpected(
-        ffi::Error(static_cast<ffi::ErrorCode>(CodeOf(kind)),
-                   Tagged(Failure{kind, what})));
+    return ffi::Unexpected(ffi::Error(static_cast<ffi::ErrorCode>(CodeOf(kind)),
+                                      Tagged(Failure{kind, what})));
   };
   Runtime* rt = CurrentRuntime().load(std::memory_order_acquire);
   if (rt == nullptr) {
@@ -187,10 +186,11 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
   }
   if (state->instance->cloned() && rt->world->divergent_programs()) {
     return MakeError(
-        api, {ErrorKind::kMismatch,
-              "ranks run with different XLA_FLAGS or jaxlib versions, and this "
-              "program calls the same collective from copies of one function; "
-              "they cannot be matched safely. Use the same flags on all ranks"});
+        api,
+        {ErrorKind::kMismatch,
+         "ranks run with different XLA_FLAGS or jaxlib versions, and this "
+         "program calls the same collective from copies of one function; "
+         "they cannot be matched safely. Use the same flags on all ranks"});
   }
 
   // By value: XLA reuses the frame as soon as this returns.
