@@ -281,7 +281,8 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
+  // The size of the peer's window, not of ours: who only receives has none.
+  const uint64_t bytes = op.binding->packed_bytes;
   post->window =
       window != 0 ? reinterpret_cast<const unsigned char*>(window)
       : bytes <= kInlineBytes
