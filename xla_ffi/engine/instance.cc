@@ -159,8 +159,8 @@ void Instance::Bind(World* world, CommRegistry* comms,
     b->site = site_;
     b->operand_bytes = static_cast<uint64_t>(bytes);
     const int64_t packed = WindowLayout(spec_.leaves).back();
-    const bool eager =
-        static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
+    b->packed_bytes = static_cast<uint64_t>(packed);
+    const bool eager = b->packed_bytes <= world->arena().geometry().eager_bytes;
     const bool direct =
         !eager && b->comm->one_process() && world->settings().direct;
     b->transport = direct ? Transport::kDirect : Transport::kStaged;

@@ -51,6 +51,7 @@ struct Binding {
   bool all_read_me = false;  // readers are all others, or one, or nobody
   int one_reader = -1;
   uint64_t operand_bytes = 0;
+  uint64_t packed_bytes = 0;  // window of a rank that is read, if staged
   uint64_t site = 0;
   Description description;
 

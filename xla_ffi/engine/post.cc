@@ -248,7 +248,8 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  const uint64_t bytes = static_cast<uint64_t>(op.binding->plan.window_bytes);
+  // Of the source's window; this rank may have none of its own.
+  const uint64_t bytes = op.binding->packed_bytes;
   post->window =
       window != 0 ? reinterpret_cast<const unsigned char*>(window)
       : bytes <= kInlineBytes
