@@ -159,7 +159,6 @@ void Instance::Bind(World* world, CommRegistry* comms,
     b->site = site_;
     b->operand_bytes = static_cast<uint64_t>(bytes);
     const int64_t packed = WindowLayout(spec_.leaves).back();
-    b->packed_bytes = static_cast<uint64_t>(packed);
     const bool eager =
         static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
     const bool direct =

@@ -51,7 +51,6 @@ struct Binding {
   bool all_read_me = false;  // readers are all others, or one, or nobody
   int one_reader = -1;
   uint64_t operand_bytes = 0;
-  uint64_t packed_bytes = 0;  // of a window that holds the operand
   uint64_t site = 0;
   Description description;
 
