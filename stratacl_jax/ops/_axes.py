@@ -47,17 +47,23 @@ def equal_groups(groups: Groups, operator: str) -> None:
         )
 
 
+def of_mesh(names: Sequence[Any]) -> tuple[Any, ...]:
+    """The mesh axes among the names; types do not tell what varies over vmap's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n in names if n in mesh.axis_names)
+
+
 def make_varying(x: Any, names: Sequence[Any]) -> Any:
     """Casts to varying over `names`, where shard_map checks that."""
     if not (_compat.check_vma() and _compat.auto_pcast()):
         return x
-    missing = tuple(n for n in names if n not in _compat.varying(x))
+    missing = tuple(n for n in of_mesh(names) if n not in _compat.varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def moved_aval(aval: Any, names: Sequence[Any], operator: str, shape: Any) -> Any:
     """Result of an operator that wants varying input and gives varying output."""
-    varying = _compat.collective_vma_rule(operator, tuple(names), aval)
+    varying = _compat.collective_vma_rule(operator, of_mesh(names), aval)
     return _compat.with_varying(aval.update(shape=tuple(shape)), varying)
 
 

@@ -76,7 +76,7 @@ def psum(x: Any, axis_name: Any, *, axis_index_groups: Any = None) -> Any:
     if positions:
         out = [jnp.sum(v, axis=_dimensions(positions, v)) for v in out]
     if names:
-        if _compat.check_vma():
+        if _compat.check_vma() and _axes.of_mesh(names):
             if groups is not None:
                 raise NotImplementedError(
                     "psum: axis_index_groups gives results that vary along the axis; "
@@ -210,7 +210,11 @@ def _transpose_invariant(
     cts: Sequence[Any], *, axes: tuple[Any, ...], groups: Any
 ) -> Any:
     del groups
-    return [lax.pcast(ct, axes, to="varying") for ct in cts]
+    mesh = _axes.of_mesh(axes)
+    mapped = tuple(a for a in axes if a not in mesh)
+    if mapped:
+        cts = psum_p.bind(*cts, axes=mapped, groups=None)
+    return [lax.pcast(ct, mesh, to="varying") for ct in cts]
 
 
 _axes.def_linear(psum_p, _transpose)

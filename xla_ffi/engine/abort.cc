@@ -67,7 +67,8 @@ std::string Names(const World& world, const std::vector<int>& ranks) {
   return s.empty() ? "nobody" : s;
 }
 
-// What the other rank called instead, if it stands in its posting table.
+// What the other rank called instead, if it stands in its posting table; over
+// or not, for one that only sends is done at once.
 bool DifferentPost(const Op& op, int position, Key* key, Description* d) {
   const Control* c = op.comm().rank(position).shadow;
   for (int i = 0; i < kSlots; ++i) {
@@ -75,7 +76,7 @@ bool DifferentPost(const Op& op, int position, Key* key, Description* d) {
     Phase phase;
     if (Inspect(c->slots[i], key, d, &progress, &phase) &&
         key->comm == op.key.comm && key->launch == op.key.launch &&
-        progress != kDone && !Sites::Known(key->site)) {
+        !Sites::Known(key->site)) {
       return true;
     }
   }
@@ -152,7 +153,8 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
         Key key;
         Description d;
         const bool suspect = q == position || comm.rank(q).world == culprit;
-        if (suspect && q != comm.me() && OtherPost(op, q, &key, &d)) {
+        if (suspect && q != comm.me() &&
+            (DifferentPost(op, q, &key, &d) || OtherPost(op, q, &key, &d))) {
           return MismatchWith(op, q, "called " + DescribePost(d, key));
         }
       }
