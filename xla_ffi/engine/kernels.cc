@@ -15,8 +15,6 @@
 namespace strata {
 namespace {
 
-// From this size on, results are stored past the caches.
-constexpr int64_t kStreamFrom = int64_t{2} << 20;
 constexpr int64_t kBlock = int64_t{16} << 10;  // stays in the first-level cache
 
 using Finder = Kernel (*)(DType, ReduceOp);
@@ -189,6 +187,14 @@ void StreamBytes(void* dst, const void* src, size_t bytes) {
 
 void CopyBytes(void* dst, const void* src, size_t bytes) {
   if (bytes != 0 && dst != src) std::memcpy(dst, src, bytes);
+}
+
+void CopyResult(void* dst, const void* src, size_t bytes) {
+  if (static_cast<int64_t>(bytes) < kStreamFrom) {
+    CopyBytes(dst, src, bytes);
+  } else if (dst != src) {
+    StreamBytes(dst, src, bytes);
+  }
 }
 
 void ZeroBytes(void* dst, size_t bytes) {

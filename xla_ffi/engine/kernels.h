@@ -41,6 +41,11 @@ void CopyBytes(void* dst, const void* src, size_t bytes);
 // As CopyBytes, past the caches where the machine can: for results so large
 // that they would not stay there.
 void StreamBytes(void* dst, const void* src, size_t bytes);
+// Results from this size on are streamed.  (The C library's memcpy streams from
+// a share of the last cache on, which virtual machines report as the host's.)
+inline constexpr int64_t kStreamFrom = int64_t{2} << 20;
+// The one of the two that suits a result of this size.
+void CopyResult(void* dst, const void* src, size_t bytes);
 void ZeroBytes(void* dst, size_t bytes);
 
 enum class KernelIsa : uint8_t { kBaseline, kAvx2, kAvx512 };

@@ -66,7 +66,7 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
     uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
-    if (op->at != Op::At::kStages) {
+    if (op->at == Op::At::kClaim) {
       const bool lasts = now - begin >= kLongCreditWaitNs;
       slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
     }

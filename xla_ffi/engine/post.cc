@@ -192,7 +192,12 @@ void RunStage(const Op& op, const Stage& stage) {
     if (s.src.space == Space::kZero) {
       ZeroBytes(write(s.dst), static_cast<size_t>(s.bytes));
     } else {
-      CopyBytes(write(s.dst), read(s.src), static_cast<size_t>(s.bytes));
+      const auto bytes = static_cast<size_t>(s.bytes);
+      if (s.dst.space == Space::kOutput) {
+        CopyResult(write(s.dst), read(s.src), bytes);
+      } else {
+        CopyBytes(write(s.dst), read(s.src), bytes);
+      }
     }
   }
   const void* srcs[kMaxRanks];
