@@ -9,6 +9,7 @@
 #include "engine/kernels_isa.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -16,6 +17,14 @@ namespace strata {
 namespace {
 
 constexpr int64_t kBlock = int64_t{16} << 10;  // stays in the first-level cache
+
+#if defined(__x86_64__)
+// Not by __builtin_cpu_supports: clang's does not know this one.
+bool HasF16C() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
 
 using Finder = Kernel (*)(DType, ReduceOp);
 
@@ -70,7 +79,7 @@ bool KernelIsaAvailable(KernelIsa isa) {
       return true;
     case KernelIsa::kAvx2:
 #if defined(__x86_64__)
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && HasF16C();
 #else
       return false;
 #endif
@@ -79,8 +88,7 @@ bool KernelIsaAvailable(KernelIsa isa) {
       return __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") &&
-             __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("f16c");
+             __builtin_cpu_supports("avx512vl") && HasF16C();
 #else
       return false;
 #endif
