@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,8 @@ class _Size(click.ParamType):
 
 
 _SIZE = _Size()
+# Cores that others may use before the output says so.
+_CROWDED = 0.1
 _DTYPES = (
     "float32",
     "float64",
@@ -185,8 +188,14 @@ def bench(
                     out.write(report.json_line(cell, options) + "\n")
             ours.append(cells[0])
             bad += [cell for cell in cells if not cell.good]
+        others = run.others()
     for line in report.counters(ours):
         click.echo(line)
+    if others is not None and others > _CROWDED:
+        click.echo(
+            f"\n# Others kept {others:.2f} of {os.cpu_count()} cores busy meanwhile: "
+            "times say little, sleeps are too many."
+        )
     if bad:
         _explain(bad)
         sys.exit(1)

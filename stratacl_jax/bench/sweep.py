@@ -13,6 +13,7 @@ from typing import Any
 
 from stratacl_jax.bench import cases
 from stratacl_jax.bench.children import ChildFailed, RankSet
+from stratacl_jax.bench.crowd import Crowd
 from stratacl_jax.bench.layout import Layout
 from stratacl_jax.runtime import cpus
 
@@ -146,11 +147,16 @@ class Sweep:
                 )
             for impl in self._sets:
                 self._call(impl, "hello", timeout_s=_START_S)
+            self._crowd = Crowd(p for s in self._sets.values() for p in s.pids)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.__exit__(*exc)
+
+    def others(self) -> float | None:
+        """Cores kept busy by anybody else since the start; None if unknown."""
+        return None if self._dead else self._crowd.cores()
 
     def cells(
         self,

@@ -122,7 +122,8 @@ class Bench:
                 for _ in range(self._child.devices)
             ]
         with futures.ThreadPoolExecutor(len(self._copies)) as pool:
-            return max(pool.map(lambda pair: _copy(*pair, seconds), self._copies))
+            ranks = [pool.submit(_copy, a, b, seconds) for a, b in self._copies]
+            return max(rank.result() for rank in ranks)
 
     def _ledger(self) -> dict[str, int]:
         if self._child.impl != "ours":

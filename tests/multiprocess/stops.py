@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from ranks import (
@@ -33,15 +34,22 @@ from ranks import (
 import stratacl_jax as scl
 from stratacl_jax import _native
 
-BEFORE_POST, AFTER_POST, MID_STAGES, BEFORE_ACK, AFTER_ACK, ABORT_REQUESTED = range(1, 7)
+BEFORE_POST, AFTER_POST, MID_STAGES, BEFORE_ACK, AFTER_ACK, ABORT_REQUESTED = range(
+    1, 7
+)
 SMALL, LARGE = 7, 300_001
 DEADLINE_S = 2.0
+PAUSE_S = 1.5
+WARN_AFTER_S = 0.4
+LATE_S = 1.2
 CALLS = 9
 STRIKES_AT = 4
 
 MODE, BOARD = sys.argv[1], Board(sys.argv[2])
 if MODE == "past":
     scl.config.update("timeout", DEADLINE_S)
+else:
+    scl.config.update("warn_after", WARN_AFTER_S)
 scl.initialize()
 ME = jax.process_index()
 MESH = mesh_of()
@@ -108,7 +116,9 @@ def past(number: int, point: int, victim: int, columns: int) -> None:
         check(y, expected, f"call {done}")
         done += 1
     seconds = time.monotonic() - begin
-    must_contain(error, "DeadlineExceeded: ", name_of(victim), "psum of float32", "launch")
+    must_contain(
+        error, "DeadlineExceeded: ", name_of(victim), "psum of float32", "launch"
+    )
     _native.set_fault(0, 0, 0)
 
     BOARD.post(f"{number}.raised.{ME}", error)
@@ -177,8 +187,6 @@ def meet_survivors(name: str, victim: int) -> None:
 
 
 # --- within the deadline --------------------------------------------------------
-
-PAUSE_S = 1.5
 
 
 def chain(columns: int) -> Callable[[], None]:
@@ -260,6 +268,33 @@ def within(number: int, case: Callable[[], None], victim: int) -> None:
     meet(f"{number}.end")
 
 
+def late() -> None:
+    """Rank 1 comes late to each operator in turn; the others warn, once each."""
+    x = rows(N, 9)  # a shape of its own: the test counts the warnings
+    everybody = np.broadcast_to(x.sum(axis=0), x.shape)
+    cases = [
+        (psum, everybody),
+        (lambda v: scl.all_gather(v, "i").sum(axis=0), everybody),
+        (
+            lambda v: jnp.tile(scl.psum_scatter(v[0], "i", tiled=True), 3)[None],
+            np.stack([np.tile(x.sum(axis=0)[3 * r : 3 * r + 3], 3) for r in range(N)]),
+        ),
+        # Each of the others hears from rank 1, or from one that does.
+        (
+            lambda v: scl.ppermute(v, "i", [(1, 0), (0, 2), (2, 1)]),
+            x[[1, 2, 0]],
+        ),
+        (lambda v: scl.barrier("i", v), x),
+    ]
+    for k, (function, expected) in enumerate(cases):
+        f = spmd(function, MESH)
+        check(f(scatter(x, MESH)), expected)
+        meet(f"late.{k}")
+        if ME == 1:
+            time.sleep(LATE_S)
+        check(f(scatter(x, MESH)), expected)
+
+
 BOARD.post(f"pid.{ME}", os.getpid())
 PIDS += [int(BOARD.read(f"pid.{rank}")) for rank in range(N)]
 if MODE == "past":
@@ -279,4 +314,5 @@ else:
     within(2, pipeline(), 2)
     within(3, one_way(SMALL), 1)
     within(4, one_way(LARGE), 1)
+    late()
 say("ok")

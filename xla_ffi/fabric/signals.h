@@ -28,6 +28,8 @@
 //     which follows its Find/Progress loads, and Help (CAS back to POSTED).
 //     One of the two CAS wins: the operation is aborted or it goes on, for all.
 //   Comm entry: ordinal, aborted release -> acquire; read on slow paths only.
+//   AnnounceExtent: extent_end  release   ->  ExtentOf()            acquire
+//     a hint: memory beyond it works as well, so no race matters.
 //   Arm: bell is read, wait_mask |= bit, then the condition is read again, all
 //     seq_cst  ->  Wake: (after the condition's seq_cst store) wait_mask
 //     seq_cst, then bell+1.  The bell is read first: a ring for an older event
@@ -136,6 +138,10 @@ struct Control {
   std::atomic<uint64_t> cpu_ns;
   alignas(64) std::atomic<uint64_t> wait_mask;
   std::atomic<uint32_t> bell;
+  // how many bytes of the process's heap are present (first rank only), and
+  // the bell of its registrar
+  alignas(64) std::atomic<uint64_t> extent_end;
+  std::atomic<uint32_t> extent_bell;
   alignas(64) std::atomic<uint64_t> displaced;  // posts that live outside their
                                                 // home bucket
   Slot slots[kSlots];
@@ -248,6 +254,21 @@ inline bool NeedsWake(const Control* peer, uint64_t my_bit) {
 void Wake(Control* peer_rw, uint64_t my_bit);
 // Wakes whoever sleeps on that rank, whatever it waits for.
 void WakeAll(Control* rw);
+
+// Registration.  The bell is read before the words it stands for are looked
+// at, so a ring in between ends the next sleep at once.
+inline void AnnounceExtent(Control* own, uint64_t end) {
+  own->extent_end.store(end, std::memory_order_release);
+}
+inline uint64_t ExtentOf(const Control* c) {
+  return c->extent_end.load(std::memory_order_acquire);
+}
+inline uint32_t ArmExtents(const Control* own) {
+  return own->extent_bell.load(std::memory_order_seq_cst);
+}
+void RingExtents(Control* rw);
+// False if the time was over first.
+bool SleepExtents(Control* own, uint32_t seen, uint64_t nanoseconds);
 
 uint64_t NowNs();
 
