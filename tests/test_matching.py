@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks need Linu
 PROGRAMS = Path(__file__).parent / "multiprocess"
 
 
-def run(program: str, *arguments: object, processes: int = 2, **options) -> procs.Result:
+def run(
+    program: str, *arguments: object, processes: int = 2, **options
+) -> procs.Result:
     env = options.pop("env", None)
     command = procs.launch_command(
         PROGRAMS / program, *map(str, arguments), processes=processes, **options
@@ -41,7 +43,9 @@ def test_programs(processes, devices):
     all_ok(result, CASES, processes)
 
 
-@pytest.mark.parametrize("processes, devices", [(1, 2), (1, 8), (1, 16), (8, 1), (4, 4)])
+@pytest.mark.parametrize(
+    "processes, devices", [(1, 2), (1, 8), (1, 16), (8, 1), (4, 4)]
+)
 def test_independent_calls_in_other_layouts(processes, devices):
     names = ["independent_calls", "independent_calls_on_two_groups", "inner_jit_twice"]
     result = run("matching.py", *names, processes=processes, devices=devices)

@@ -130,7 +130,9 @@ def number_of_arrays() -> None:
         leaves = (v, v + 1) if ME == 1 else (v,)
         return sum(scl.psum(leaves, "i")) + 0 * v
 
-    refused(run, rows(N), "psum of float32[1,5] and 1 more arrays", "psum of float32[1,5]")
+    refused(
+        run, rows(N), "psum of float32[1,5] and 1 more arrays", "psum of float32[1,5]"
+    )
 
 
 def permutation() -> None:

@@ -82,9 +82,7 @@ def one_is_late(function: Function, expected: Callable, op: str) -> None:
 
 
 def late_to_psum() -> None:
-    one_is_late(
-        lambda v: psum(v) % 13 - v, lambda x: total(x) % 13 - x, "psum"
-    )
+    one_is_late(lambda v: psum(v) % 13 - v, lambda x: total(x) % 13 - x, "psum")
 
 
 def late_to_all_gather() -> None:

@@ -34,7 +34,9 @@ from ranks import (
 import stratacl_jax as scl
 from stratacl_jax import _native
 
-BEFORE_POST, AFTER_POST, MID_STAGES, BEFORE_ACK, AFTER_ACK, ABORT_REQUESTED = range(1, 7)
+BEFORE_POST, AFTER_POST, MID_STAGES, BEFORE_ACK, AFTER_ACK, ABORT_REQUESTED = range(
+    1, 7
+)
 SMALL, LARGE = 7, 300_001
 DEADLINE_S = 2.0
 PAUSE_S = 1.5
@@ -114,7 +116,9 @@ def past(number: int, point: int, victim: int, columns: int) -> None:
         check(y, expected, f"call {done}")
         done += 1
     seconds = time.monotonic() - begin
-    must_contain(error, "DeadlineExceeded: ", name_of(victim), "psum of float32", "launch")
+    must_contain(
+        error, "DeadlineExceeded: ", name_of(victim), "psum of float32", "launch"
+    )
     _native.set_fault(0, 0, 0)
 
     BOARD.post(f"{number}.raised.{ME}", error)
