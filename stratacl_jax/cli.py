@@ -117,11 +117,16 @@ def launch(program: str, arguments: tuple[str, ...], **options: Any) -> None:
 
 @stratacl.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def info(as_json: bool) -> None:
+@click.option(
+    "--ledger",
+    is_flag=True,
+    help="Run collectives on two ranks for a second and show what moved, and how.",
+)
+def info(as_json: bool, ledger: bool) -> None:
     """Show versions, host, ranks, memory plan and every setting in force."""
-    from .runtime import world
+    from .runtime import selfcheck, world
 
-    facts = world.info()
+    facts = {"ledger": selfcheck.measure()} if ledger else world.info()
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
@@ -131,8 +136,8 @@ def info(as_json: bool) -> None:
 for _command in (
     _LazyCommand(
         "demo",
-        "stratacl_jax.demo",
-        "main_command",
+        "stratacl_jax.demo.cli",
+        "demo",
         "Train a small language model on our collectives and on stock JAX.",
     ),
     _LazyCommand(

@@ -6,7 +6,8 @@ shows, for every interleaving that the `needs` rule allows and every operand:
 * each output byte is made of the right operand bytes, each once, and reductions
   take them in the order of the group, in one step;
 * no two operations that can run at the same time touch one byte, if one of them
-  writes it; nothing is read that has not been written, or written twice;
+  writes it; nothing is read that has not been written, or written twice; what
+  peers store has arrived when the plan ends;
 * nobody waits for a stage that does not come;
 * plans agree on who reads whom, stay in bounds, and staged ones read nothing of
   a peer but its window.
@@ -18,20 +19,14 @@ of an operator is written down here a second time, in `expected`.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from plan_contents import ZERO, Contents, Segment, Value, merged, shift
 
-# A byte at position x of some memory is the reduction, in this order, of byte
-# x + delta of leaf `leaf` of rank `rank`, for each (rank, leaf, delta).  The empty
-# tuple is a zero byte.
-Value = tuple[tuple[int, int, int], ...]
-ZERO: Value = ()
-Segment = tuple[int, int, Value]  # [begin, end) holds the value
 Memory = tuple[str, int, int]  # space, rank, buffer
 
 HALF_TYPES = (10, 16)  # f16, bf16: a partial sum has been rounded
@@ -101,58 +96,6 @@ def expected(problem: Problem, me: int, leaf: int) -> list[Segment]:
         source = {to: frm for frm, to in problem.permutation}.get(me)
         return [(0, size, ZERO if source is None else ((source, leaf, 0),))]
     raise ValueError(f"{problem.op} has no output")
-
-
-def _shift(value: Value, by: int) -> Value:
-    return (
-        tuple((rank, leaf, delta + by) for rank, leaf, delta in value) if by else value
-    )
-
-
-class Contents:
-    """The symbolic contents of one memory: disjoint segments, none if unwritten."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._segments: list[Segment] = []
-
-    def read(self, begin: int, end: int) -> list[Segment] | None:
-        """The segments of [begin, end), or None if a byte of it was never written."""
-        found: list[Segment] = []
-        at = begin
-        for lo, hi, value in self._segments[bisect_right(self._starts, begin) - 1 :]:
-            if lo > at or at >= end:
-                break
-            if hi > at:
-                found.append((at, min(hi, end), value))
-                at = min(hi, end)
-        return _merged(found) if at >= end else None
-
-    def write(self, begin: int, end: int, value: Value) -> None:
-        first = max(bisect_right(self._starts, begin) - 1, 0)
-        last = bisect_right(self._starts, end)
-        fresh: list[Segment] = []
-        for lo, hi, old in self._segments[first:last]:
-            if lo < begin:
-                fresh.append((lo, min(hi, begin), old))
-            if hi > end:
-                fresh.append((max(lo, end), hi, old))
-        fresh = _merged(sorted([*fresh, (begin, end, value)]))
-        self._segments[first:last] = fresh
-        self._starts[first:last] = [segment[0] for segment in fresh]
-
-
-def _merged(segments: list[Segment]) -> list[Segment]:
-    """Ascending segments, empty ones dropped, equal neighbours joined."""
-    joined: list[Segment] = []
-    for lo, hi, value in segments:
-        if lo >= hi:
-            continue
-        if joined and joined[-1][1] == lo and joined[-1][2] == value:
-            joined[-1] = (joined[-1][0], hi, value)
-        else:
-            joined.append((lo, hi, value))
-    return joined
 
 
 @dataclass
@@ -290,13 +233,13 @@ class _Verifier:
         access.operation.append(self.operations)
         access.writes.append(writes)
 
-    def operands(self, k: int) -> Iterator[tuple[int, list, tuple, int, dict]]:
-        """(rank, sources, destination, bytes, record) of all operations of stage k."""
+    def operands(self, k: int) -> Iterator[tuple[int, list, list, int, dict]]:
+        """(rank, sources, destinations, bytes, record) of all operations of stage k."""
         for me, plan in enumerate(self.plans):
             if k >= len(plan["stages"]):
                 continue
             for piece in plan["stages"][k]["slices"]:
-                yield me, [piece["src"]], piece["dst"], piece["bytes"], piece
+                yield me, [piece["src"]], [piece["dst"]], piece["bytes"], piece
             for piece in plan["stages"][k]["reduces"]:
                 sizes = [
                     size
@@ -305,31 +248,55 @@ class _Verifier:
                 ]
                 if not sizes or piece["count"] <= 0:
                     raise PlanError("structure", f"rank {me} stage {k}: {piece}")
-                yield me, piece["srcs"], piece["dst"], piece["count"] * sizes[0], piece
+                dsts = [piece["dst"], *piece["copies"]]
+                yield me, piece["srcs"], dsts, piece["count"] * sizes[0], piece
 
     def check_operation(
-        self, me: int, k: int, srcs: list, dst: tuple, size: int, piece: dict
+        self, me: int, k: int, srcs: list, dsts: list, size: int, piece: dict
     ) -> None:
         for addr in srcs:
             self.check_address(me, k, addr, size, writes=False)
             self.record(me, k, addr, size, writes=False)
-            if self.memory(addr) == self.memory(dst):
+            for dst in dsts:
                 gap = abs(addr[3] - dst[3])
-                if 0 < gap < size or (
-                    gap == 0 and "srcs" not in piece and not self.in_place
+                if self.memory(addr) == self.memory(dst) and (
+                    0 < gap < size
+                    or (gap == 0 and "srcs" not in piece and not self.in_place)
                 ):
                     raise PlanError("race", f"rank {me} stage {k}: overlap in {piece}")
-        self.check_address(me, k, dst, size, writes=True)
-        self.record(me, k, dst, size, writes=True)
+        for dst in dsts:
+            self.check_address(me, k, dst, size, writes=True)
+            self.record(me, k, dst, size, writes=True)
         self.operations += 1
         if "srcs" in piece:
-            if dst[1] != me:
-                raise PlanError("structure", f"rank {me} reduces into rank {dst[1]}")
+            owners = [dst[1] for dst in dsts]
+            if owners[0] != me or len(set(owners)) != len(owners):
+                raise PlanError("structure", f"rank {me} reduces into ranks {owners}")
             return
+        dst = dsts[0]
         own, other = (dst, srcs[0]) if piece["action"] == "load" else (srcs[0], dst)
         peer = me if other[0] == "zero" else other[1]
         if own[1] != me or peer != piece["peer"]:
             raise PlanError("structure", f"rank {me} stage {k}: peer of {piece}")
+
+    def record_exit(self) -> None:
+        """What follows a plan's last stage: XLA reads results and reuses operands.
+
+        Where peers store results, nobody waits for readers afterwards, so the plan
+        itself must have shown that they are through with the operand.
+        """
+        for me, plan in enumerate(self.plans):
+            k = len(plan["stages"])
+            stored = any(r["copies"] for s in plan["stages"] for r in s["reduces"])
+            for leaf in range(len(self.problem.leaves)):
+                size = self.problem.output_bytes(leaf)
+                if size and self.problem.op != "barrier":
+                    self.record(me, k, ("output", me, leaf, 0), size, writes=False)
+                    self.operations += 1
+                if stored and not self.in_place and self.problem.input_bytes(leaf):
+                    size = self.problem.input_bytes(leaf)
+                    self.record(me, k, ("input", me, leaf, 0), size, writes=True)
+                    self.operations += 1
 
     # --- contents ---------------------------------------------------------------
 
@@ -353,7 +320,7 @@ class _Verifier:
                 (
                     lo - addr[3] + dst[3],
                     hi - addr[3] + dst[3],
-                    _shift(value, addr[3] - dst[3]),
+                    shift(value, addr[3] - dst[3]),
                 )
                 for lo, hi, value in self.read(me, k, addr, size)
             ]
@@ -398,10 +365,14 @@ class _Verifier:
                 if size:
                     contents.write(0, size, ((r, leaf, 0),))
         for k in range(self.known.shape[1]):
-            for me, srcs, dst, size, piece in self.operands(k):
-                target = self.contents.setdefault(self.memory(dst), Contents())
-                for lo, hi, value in self.result(me, k, srcs, dst, size, piece):
-                    target.write(lo, hi, value)
+            for me, srcs, dsts, size, piece in self.operands(k):
+                # All are computed before one is written: an element is read from
+                # every source first, and a destination may be a source.
+                results = [self.result(me, k, srcs, d, size, piece) for d in dsts]
+                for dst, segments in zip(dsts, results, strict=True):
+                    target = self.contents.setdefault(self.memory(dst), Contents())
+                    for lo, hi, value in segments:
+                        target.write(lo, hi, value)
         for me in range(self.problem.ranks):
             for leaf in range(len(self.problem.leaves)):
                 size = self.problem.output_bytes(leaf)
@@ -409,7 +380,7 @@ class _Verifier:
                     continue
                 k = len(self.plans[me]["stages"])
                 got = self.read(me, k, ("output", me, leaf, 0), size)
-                want = _merged(expected(self.problem, me, leaf))
+                want = merged(expected(self.problem, me, leaf))
                 if got != want:
                     raise PlanError(
                         "value",
@@ -468,8 +439,9 @@ class _Verifier:
         self.check_rendezvous()
         self.order()
         for k in range(self.known.shape[1]):
-            for me, srcs, dst, size, piece in self.operands(k):
-                self.check_operation(me, k, srcs, dst, size, piece)
+            for me, srcs, dsts, size, piece in self.operands(k):
+                self.check_operation(me, k, srcs, dsts, size, piece)
+        self.record_exit()
         self.check_races()
         if self.problem.op == "barrier":
             self.check_barrier()

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 import click.testing
 import ml_dtypes
 import numpy as np
+import procs
 import pytest
 
 from stratacl_jax.bench import bench, cases, layout, report, sweep
 from stratacl_jax.bench.children import ChildFailed, RankSet, environment
 
 WORKER = "stratacl_jax.bench.worker"
-RANKS = (1, 2, 3, 4, 5, 8, 16, 64)
+RANKS = (1, 2, 3, 8, 64)
 DTYPES = (
     "float32",
     "float64",
@@ -53,9 +54,11 @@ def test_parse_size_refuses(text: str) -> None:
         cases.parse_size(text)
 
 
-def test_sweep_stops_at_the_end() -> None:
+def test_sweep_ends_at_the_end() -> None:
     assert cases.sweep(64, 4096, 8) == [64, 512, 4096]
-    assert cases.sweep(64, 4095, 8) == [64, 512]
+    assert cases.sweep(64, 5000, 8) == [64, 512, 4096, 5000]
+    assert cases.sweep(64, 64, 8) == [64]
+    assert cases.sweep(64, 4096, 8, [32, 1000, 512, 8192]) == [64, 512, 1000, 4096]
     with pytest.raises(ValueError):
         cases.sweep(64, 32, 8)
 
@@ -76,33 +79,48 @@ def test_sizes_are_those_of_nccl_tests() -> None:
     assert (case.count, case.bytes, case.bus_factor) == (256, 4096, 0.75)
     case = cases.make("ppermute", 4095, "float32", 4, single=True, cores=4)
     assert (case.count, case.bytes, case.chain) == (1023, 4092, 1)
-    # One element at least.
+    case = cases.make("psum_scatter", 4096, "float32", 3, single=True, cores=4)
+    assert (case.count, case.bytes, case.result_bytes) == (1023, 4092, 1364)
+    assert case.bus_factor == pytest.approx(2 / 3)
+    # One element at least, for each rank where it is dealt out.
     assert cases.make("all_gather", 64, "float64", 16, single=True, cores=4).count == 1
+    many = cases.make("psum_scatter", 64, "float64", 16, single=True, cores=4)
+    assert many.count == 16
 
 
 # --- data and expected values ---
 
 
+def total(x: list[np.ndarray]) -> np.ndarray:
+    """The sum in the order of the ranks, as the types demand it."""
+    kind = x[0].dtype
+    wide = np.float32 if kind.kind not in "iu" and kind.itemsize < 4 else kind
+    result = x[0].astype(wide)
+    for term in x[1:]:
+        result = result + term.astype(wide)
+    return result.astype(kind)
+
+
 def simulate(case: cases.Case, seed: int) -> list[np.ndarray]:
     """The chain, call by call, in the arithmetic of its type."""
-    n = case.ranks
+    n, head = case.ranks, case.head
     x = [cases.operand(case, rank, seed) for rank in range(n)]
     for _ in range(case.chain):
         if case.op == "psum":
-            kind = x[0].dtype
-            wide = np.float32 if kind.kind not in "iu" and kind.itemsize < 4 else kind
-            total = x[0].astype(wide)
-            for term in x[1:]:
-                total = total + term.astype(wide)
-            x = y = [total.astype(kind)] * n
+            x = y = [total(x)] * n
         elif case.op == "ppermute":
             x = y = [x[rank - 1] for rank in range(n)]
+        elif case.op == "psum_scatter":
+            y = np.split(total(x), n)
+            limit = np.asarray(cases.amplitude(case), x[0].dtype)
+            for rank in range(n):
+                start = (rank + 1) % n * (case.count // n)
+                x[rank][start : start + head] = limit - x[rank][start : start + head]
         else:
             whole = np.concatenate(x)
             y = [whole] * n
             for rank in range(n):
                 start = (rank + 1) % n * case.count
-                head = min(cases.HEAD, case.count)
                 x[rank] = x[rank].copy()
                 x[rank][:head] = whole[start : start + head]
     return y
@@ -112,10 +130,11 @@ def simulate(case: cases.Case, seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_expected_values(op: str, dtype: str, ranks: int) -> None:
-    size = 257 * np.dtype(dtype).itemsize * (ranks if op == "all_gather" else 1)
+    blocks = ranks if op in ("all_gather", "psum_scatter") else 1
+    size = 257 * np.dtype(dtype).itemsize * blocks
     case = cases.make(op, size, dtype, ranks, single=False, cores=64)
     results = simulate(case, 7)
-    for rank in range(ranks):
+    for rank in range(0, ranks, 1 + ranks // 4):
         want = cases.expected(case, rank, 7, case.chain)
         assert cases.count_wrong(case, results[rank], want, case.chain) == 0
         assert np.isfinite(want.astype(np.float64)).all()
@@ -149,6 +168,15 @@ def test_missing_or_misshapen_results_are_wrong() -> None:
     assert cases.count_wrong(case, np.full_like(want, np.nan), want, 1) == 16
 
 
+def test_a_stale_result_is_wrong() -> None:
+    """A call that does nothing leaves the result of the one before."""
+    for op in cases.OPS:
+        case = cases.make(op, 4096, "float32", 2, single=False, cores=2)
+        want = cases.expected(case, 0, 1, case.chain)
+        stale = cases.expected(case, 0, 1, case.chain - 1)
+        assert cases.count_wrong(case, stale, want, case.chain) > 0
+
+
 # --- report ---
 
 
@@ -180,10 +208,28 @@ def test_json_line() -> None:
 
 def test_rows_show_ratios() -> None:
     peer = make_cell("gloo", times_us=(250.0,))
-    first, second = report.rows([make_cell(), peer], OPTIONS)
-    assert first.endswith("2.50x") and "x" not in second
+    first, second = report.rows([make_cell(copy_us=50.0), peer], OPTIONS)
+    assert first.split()[-2:] == ["2.50x", "50.00"] and "x" not in second
     first, second = report.rows([make_cell(), make_cell("gloo", error="x")], OPTIONS)
-    assert first.endswith("-") and second.endswith("failed")
+    assert first.split()[-2:] == ["-", "-"] and second.endswith("failed")
+
+
+def test_counters_are_shown() -> None:
+    names = ("deferred", "sleeps", "wakes")
+    names += ("eager_bytes", "staged_bytes", "direct_bytes")
+    gained = dict.fromkeys(names, 0.25) | {"staged_bytes": 4096.0}
+    cell = make_cell(counters=gained)
+    *_, row = report.counters([cell, make_cell(error="no")])
+    assert row.split() == ["psum", "1048576", *3 * ["0.250"], "0", "4096", "0"]
+    record = json.loads(report.json_line(cell, OPTIONS))
+    assert record["per_call"]["staged_bytes"] == 4096
+
+
+def test_columns_line_up() -> None:
+    cell = make_cell(copy_us=50.0)
+    lines = report.header("psum", OPTIONS)[2:]
+    lines += report.rows([cell, make_cell("gloo")], OPTIONS)[:1]
+    assert len({len(line) for line in lines}) == 1
 
 
 # --- the command ---
@@ -202,6 +248,9 @@ class FakeSweep:
 
     def __exit__(self, *exc: object) -> None:
         pass
+
+    def others(self) -> float:
+        return 1.5
 
     def cells(self, plan: object, on_turn: object) -> Iterator[list[sweep.Cell]]:
         del plan, on_turn
@@ -225,6 +274,7 @@ def test_exit_code(
     result = click.testing.CliRunner().invoke(bench, arguments)
     assert result.exit_code == code
     assert text in result.output
+    assert "Others kept 1.50 of" in result.output
 
 
 @pytest.mark.parametrize(
@@ -239,6 +289,8 @@ def test_exit_code(
         ["psum", "--ranks", "1000"],
         ["psum", "--iters", "0"],
         ["psum", "--dtype", "complex64"],
+        ["psum", "--also", "1M,large"],
+        ["psum", "--json", "/no/such/folder/file"],
     ],
 )
 def test_usage_errors(arguments: list[str]) -> None:
@@ -247,14 +299,8 @@ def test_usage_errors(arguments: list[str]) -> None:
     assert "Traceback" not in result.output
 
 
-def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stratacl_jax", "bench", *arguments]
-    return subprocess.run(
-        ["timeout", "-k", "5", "150", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+COMMAND = (sys.executable, "-m", "stratacl_jax", "bench")
+QUICK = ("-f", "1024", "--rounds", "1", "--iters", "2")
 
 
 @pytest.mark.parametrize(
@@ -267,20 +313,82 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_run(options: tuple[str, ...], tmp_path) -> None:
     out = tmp_path / "cells.jsonl"
-    result = run_bench(
-        *("psum", "all_gather", "ppermute", "-b", "64", "-e", "64K", "-f", "1024"),
-        *("--rounds", "1", "--iters", "2", "--json", str(out)),
-        *options,
+    result = procs.run(
+        [*COMMAND, *cases.OPS, "-e", "64K", *QUICK, "--json", str(out), *options],
+        deadline=150,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.code == 0, result
+    assert result.err == ""  # no bar where nobody looks
     records = [json.loads(line) for line in out.read_text().splitlines()]
     peers = options[options.index("--vs") + 1].split(",")
     implementations = 1 if peers == ["none"] else 1 + len(peers)
-    assert len(records) == 3 * 2 * implementations
+    assert len(records) == len(cases.OPS) * 2 * implementations
     for record in records:
         assert record["wrong"] == 0
         assert record["time_us"] > 0 and math.isfinite(record["busbw"])
-    assert result.stderr == ""  # no bar where nobody looks
+    ours = [r["per_call"] for r in records if r["impl"] == "stratacl"]
+    assert len(ours) == len(cases.OPS) * 2
+    for counters in ours:  # each operand went one way
+        names = ("eager_bytes", "staged_bytes", "direct_bytes")
+        assert sorted(counters[name] > 0 for name in names) == [False, False, True]
+
+
+# Runs in place of the bench's worker, with a psum of ours that is not one.
+SABOTEUR = """
+import types
+import jax
+from stratacl_jax.bench import serve, worker
+
+real = worker.collectives
+
+def collectives(impl):
+    ops = real(impl)
+    if impl != "ours":
+        return ops
+    return types.SimpleNamespace(psum=lambda x, axis: {psum}, ledger=ops.ledger)
+
+worker.collectives = collectives
+serve.serve(worker.make_handlers)
+"""
+
+
+@pytest.mark.parametrize(
+    "psum, text, wrong",
+    [
+        # One element of rank 0's result. In a chain it spoils rank 1's as well:
+        # 1 after the single call, 2 after the first chain, 2 after the last.
+        (
+            "ops.psum(x, axis).at[5].add(1 - jax.lax.axis_index(axis))",
+            "stratacl: psum 64 B: 5 wrong elements",
+            5,
+        ),
+        ("x + x", "XLA left 0 of 1 collectives", None),
+    ],
+)
+def test_wrong_cells_are_found(
+    psum: str, text: str, wrong: int | None, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "saboteur.py").write_text(SABOTEUR.format(psum=psum))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{procs.ROOT}")
+    monkeypatch.setattr(sweep, "_WORKER", "saboteur")
+    out = tmp_path / "cells.jsonl"
+    arguments = ["psum", "-e", "64", *QUICK, "--vs", "gloo", "--json", str(out)]
+    result = click.testing.CliRunner().invoke(bench, arguments)
+    assert result.exit_code == 1, result.output
+    assert text in result.output
+    ours, gloo = (json.loads(line) for line in out.read_text().splitlines())
+    assert (ours["wrong"], gloo["wrong"]) == (wrong, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
+    arguments = ["psum", "-e", "64M", "-f", "1024", "--rounds", "1000000"]
+    with procs.start([*COMMAND, *arguments], deadline=100) as child:
+        child.wait_for("inprocess  ")  # a row: all have started
+        child.signal(number)
+        result = child.wait(within=20)
+    assert result.code != 0
+    assert "Traceback" not in result.err, result
 
 
 # --- the children ---
@@ -317,8 +425,10 @@ RUN = {"iterations": 3, "discard": 1}
 
 def test_children_answer(ranks: RankSet) -> None:
     for _ in range(3):
-        times = ranks.call("run", timeout_s=60, **RUN)
-        assert len(times) == 2 and min(times) > 0
+        replies = ranks.call("run", timeout_s=60, **RUN)
+        assert len(replies) == 2
+        assert all(reply["program_s"] > 0 for reply in replies)
+    assert all(seconds > 0 for seconds in ranks.call("copy", timeout_s=60, seconds=0))
 
 
 def test_child_that_raises(ranks: RankSet) -> None:

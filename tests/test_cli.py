@@ -45,6 +45,16 @@ def test_info_as_tables(world):
     assert "host" in result.output and "settings" in result.output
 
 
+def test_ledger_of_two_ranks():
+    result = CliRunner().invoke(cli.stratacl, ["info", "--ledger", "--json"])
+    assert result.exit_code == 0, result.output
+    ledger = json.loads(result.output)["ledger"]
+    assert ledger["operations"] == 100
+    assert ledger["direct_bytes"] == 100 << 20 and ledger["staged_bytes"] == 0
+    for name in ("registered_bytes", "ready_share", "remaps", "first_use_gap_min_s"):
+        assert name in ledger
+
+
 def test_tables_show_every_value():
     text = io.StringIO()
     cli.print_facts(FACTS, Console(file=text, width=200))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import signal
 import sys
 
 import click.testing
 import numpy as np
+import procs
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 from stratacl_jax.demo import cli, corpus, demo
+
+COMMAND = (sys.executable, "-m", "stratacl_jax", "demo")
 
 
 def test_corpus_is_the_same_each_time() -> None:
@@ -56,14 +59,20 @@ def test_usage_errors(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", ["processes", "devices"])
 def test_few_steps(layout: str) -> None:
-    command = [sys.executable, "-m", "stratacl_jax", "demo"]
-    command += ["--steps", "4", "--layout", layout, "--max-seconds", "120"]
-    result = subprocess.run(
-        ["timeout", "-k", "5", "150", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "equal to rounding" in result.stdout
-    assert "communication, ms" in result.stdout
+    options = ("--steps", "4", "--layout", layout, "--max-seconds", "120")
+    result = procs.run([*COMMAND, *options], deadline=150)
+    assert result.code == 0, result
+    assert "equal to rounding" in result.out
+    for line in ("loss, step 4", "step, ms", "communication, ms"):
+        assert line in result.out
+    assert result.out.count("after step 4 of 4") == 2
+    assert "13.0 MB of f32 gradients" in result.out
+
+
+def test_nothing_is_left_after_an_interrupt() -> None:
+    with procs.start([*COMMAND, "--steps", "25"], deadline=100) as child:
+        child.wait_for("after step 5 of")  # it trains
+        child.signal(signal.SIGINT)
+        result = child.wait(within=20)
+    assert result.code != 0
+    assert "Traceback" not in result.err, result

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 
+import procs
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = procs.ROOT / "examples"
 LAYOUTS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
 
 
 def launch(example: str, processes: int, devices: int) -> list[str]:
     """Runs an example under `stratacl launch`; returns what the ranks printed."""
-    command = [sys.executable, "-m", "stratacl_jax", "launch"]
-    command += ["-n", str(processes), "--devices-per-process", str(devices)]
-    result = subprocess.run(
-        ["timeout", "-k", "5", "120", *command, str(EXAMPLES / example)],
-        capture_output=True,
-        text=True,
-        check=False,
+    command = procs.launch_command(
+        EXAMPLES / example, processes=processes, devices=devices
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()
+    result = procs.run(command, deadline=120)
+    assert result.code == 0, result
+    return result.out.splitlines()
 
 
 @pytest.mark.parametrize("processes, devices", LAYOUTS)

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "engine/fault.h"
+#include "fabric/intercept.h"
 #include "ffi/handlers.h"
 #include "ffi/plan_binding.h"
 #include "ffi/runtime.h"
@@ -20,6 +21,7 @@ namespace {
 
 // A runtime whose arena exists but whose ranks do not yet.
 std::unique_ptr<Runtime> prepared;
+bool armed = false;  // whether the arena of the runtime serves XLA
 
 Runtime& Prepared() {
   if (prepared == nullptr) {
@@ -41,6 +43,8 @@ int Prepare(int process, int processes, uint64_t base, uint64_t span,
   s.inplace_ns = ns("inplace_us", 1e3);
   s.chunk_bytes = nb::cast<size_t>(settings["chunk_bytes"]);
   s.algorithm = nb::cast<int>(settings["algorithm"]);
+  s.registration =
+      static_cast<Registration>(nb::cast<int>(settings["registration"]));
   auto arena = std::make_unique<Arena>(process, processes, base, span,
                                        ControlGeometry(eager_bytes));
   const int fd = arena->memfd();
@@ -61,6 +65,8 @@ void Start(const std::vector<std::pair<int, int64_t>>& ranks, bool divergent) {
 // Closes the runtime.  Returns false if operations are still pending after
 // `grace_s`; their memory then stays mapped.
 bool Shutdown(double grace_s) {
+  Interception::Disarm();
+  if (armed && prepared != nullptr) prepared->world->TakeArena().release();
   prepared.reset();
   Runtime* rt = CurrentRuntime().exchange(nullptr, std::memory_order_acq_rel);
   if (rt == nullptr) return true;
@@ -70,9 +76,16 @@ bool Shutdown(double grace_s) {
   while (rt->pool.pending() > 0 && NowNs() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (rt->pool.pending() > 0) return false;
+  if (rt->pool.pending() > 0) {
+    armed = false;  // everything stays as it is
+    return false;
+  }
+  std::unique_ptr<Arena> arena = rt->world->TakeArena();
   rt->engine.reset();
-  rt->world.reset();  // unmaps; instances only look at `open` from now on
+  rt->world.reset();  // instances only look at `open` from now on
+  // XLA's arrays live in it: an armed arena stays as long as the process.
+  if (armed) arena.release();
+  armed = false;
   return true;
 }
 
@@ -94,6 +107,29 @@ nb::dict Ledger() {
   put("wakes", c.wakes);
   put("aborts", c.aborts);
   put("windows_allocated", c.windows);
+  put("outside_bytes", c.outside_bytes);
+  put("outside_result_bytes", c.outside_result_bytes);
+  const Registrar::Counts& r = rt->world->registrar().counts();
+  put("warm_bytes", r.warm_bytes);
+  put("warm_ns", r.warm_ns);
+  put("populated_bytes", r.populated_bytes);
+  put("populate_ns", r.populate_ns);
+  put("jit_bytes", r.jit_bytes);
+  put("jit_ns", r.jit_ns);
+  put("extents", r.extents);
+  put("remaps", r.remaps);
+  put("trims", r.trims);
+  put("found_ready", r.found_ready);
+  put("found_unready", r.found_unready);
+  put("gaps", r.gaps);
+  put("gap_min_ns", r.gap_min_ns);
+  nb::list gaps;
+  for (const auto& n : r.gap_log2_us) {
+    gaps.append(n.load(std::memory_order_relaxed));
+  }
+  d["gap_log2_us"] = gaps;
+  d["quarantined_bytes"] = rt->world->arena().quarantine().bytes();
+  d["fallback_bytes"] = Interception::counts().fallback_bytes;
   const Allocator& a = rt->world->arena().allocator();
   d["arena_used_bytes"] = a.used();
   d["arena_high_water_bytes"] = a.high_water();
@@ -129,6 +165,28 @@ NB_MODULE(_native, m) {
   m.def("watch", [](int p, int pidfd, int64_t pid) {
     Prepared().world->Watch(p, pidfd, pid);
   });
+  m.def(
+      "arm",
+      [](uint64_t threshold, uint64_t limit) {
+        Arena& a = Prepared().world->arena();
+        a.set_limit(limit);
+        const std::string why = Interception::Arm(&a, threshold);
+        armed = armed || why.empty();
+        return why;
+      },
+      "threshold"_a, "limit"_a,
+      "Makes the arena the source of XLA's blocks from `threshold` bytes on; "
+      "returns why it cannot, or nothing.");
+  m.def(
+      "in_arena",
+      [](uint64_t address, uint64_t bytes) {
+        Runtime* rt = CurrentRuntime().load(std::memory_order_acquire);
+        const Arena& a =
+            rt != nullptr ? rt->world->arena() : Prepared().world->arena();
+        return a.Contains(reinterpret_cast<const void*>(address), bytes);
+      },
+      "address"_a, "bytes"_a,
+      "Whether the range lies in this process's arena.");
   m.def("set_nonce", [](uint64_t nonce) {
     Arena& a = Prepared().world->arena();
     a.Writable(a.process(), 0)->nonce.store(nonce, std::memory_order_release);

@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-OPS = ("psum", "all_gather", "ppermute")
-# Elements of an all_gather's input that carry the dependency of its chain.
+OPS = ("psum", "all_gather", "psum_scatter", "ppermute")
+# Elements that carry the dependency of a chain whose results have not the
+# shape of its operands (all_gather, psum_scatter).
 HEAD = 64
 # A block of random integers of this (prime) length is repeated: cheap to make,
 # and no piece of it can pass for a piece of other power-of-two position.
@@ -32,17 +34,21 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def sweep(begin: int, end: int, factor: int) -> list[int]:
-    """Sizes begin, begin*factor, ... up to and including end, in bytes."""
+def sweep(begin: int, end: int, factor: int, also: Sequence[int] = ()) -> list[int]:
+    """Sizes begin, begin*factor, ..., and end itself, in bytes, ascending.
+
+    Args:
+      also: further sizes, taken where they lie between begin and end.
+    """
     if begin > end:
         raise ValueError(f"begin ({begin} B) is larger than end ({end} B)")
     if factor < 2:
         raise ValueError(f"factor {factor} would never reach the end")
-    sizes = []
-    while begin <= end:
-        sizes.append(begin)
+    sizes = {end, *(size for size in also if begin <= size <= end)}
+    while begin < end:
+        sizes.add(begin)
         begin *= factor
-    return sizes
+    return sorted(sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +66,25 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The size column, as in nccl-tests: a rank's operand for psum and
-        ppermute, a rank's result (all operands together) for all_gather."""
+        """The size column, as in nccl-tests: a rank's operand, but a rank's
+        result (all operands together) for all_gather."""
         size = self.count * np.dtype(self.dtype).itemsize
         return size * self.ranks if self.op == "all_gather" else size
+
+    @property
+    def result_bytes(self) -> int:
+        """What a rank must write, and read at least as much for."""
+        size = self.count * np.dtype(self.dtype).itemsize
+        return {
+            "all_gather": size * self.ranks,
+            "psum_scatter": size // self.ranks,
+        }.get(self.op, size)
+
+    @property
+    def head(self) -> int:
+        """Elements that carry the dependency of a chain."""
+        block = self.count // self.ranks if self.op == "psum_scatter" else self.count
+        return min(HEAD, block)
 
     @property
     def bus_factor(self) -> float:
@@ -72,6 +93,7 @@ class Case:
         return {
             "psum": 2 * (n - 1) / n,
             "all_gather": (n - 1) / n,
+            "psum_scatter": (n - 1) / n,
             "ppermute": 1.0,
         }[self.op]
 
@@ -82,8 +104,8 @@ class Case:
 def make(
     op: str, size: int, dtype: str, ranks: int, *, single: bool, cores: int
 ) -> Case:
-    """The case of `size` bytes (see `Case.bytes`), rounded down, one element at
-    least.
+    """The case of `size` bytes (see `Case.bytes`), rounded down to what the ranks
+    can share, one element (of each block) at least.
 
     Args:
       single: one call in a program, not a chain.
@@ -93,6 +115,8 @@ def make(
         raise ValueError(f"unknown operator {op!r}; known: {', '.join(OPS)}")
     share = size // ranks if op == "all_gather" else size
     count = max(1, share // np.dtype(dtype).itemsize)
+    if op == "psum_scatter":  # a block for each rank
+        count = max(1, count // ranks) * ranks
     if single:
         chain = 1
     else:
@@ -152,14 +176,19 @@ def _numbers(dtype: str, ranks: int) -> _Numbers:
     return _Numbers(amplitude, max(1, longest), low, high, 2 * ranks * epsilon, exact)
 
 
+def amplitude(case: Case) -> int:
+    """Operands of a chain are integers of at most this magnitude, scaled."""
+    return _numbers(case.dtype, case.ranks).amplitude
+
+
 def _integers(case: Case, rank: int, seed: int) -> np.ndarray:
     """A rank's random integers, int8."""
-    amplitude = _numbers(case.dtype, case.ranks).amplitude
+    limit = amplitude(case)
     unsigned = np.issubdtype(np.dtype(case.dtype), np.unsignedinteger)
     rng = np.random.default_rng((seed, rank))
     block = rng.integers(
-        0 if unsigned else -amplitude,
-        amplitude + 1,
+        0 if unsigned else -limit,
+        limit + 1,
         size=min(case.count, _PERIOD),
         dtype=np.int8,
     )
@@ -190,22 +219,37 @@ def operand(case: Case, rank: int, seed: int) -> np.ndarray:
 def expected(case: Case, rank: int, seed: int, calls: int) -> np.ndarray:
     """The result on `rank` of the last of `calls` dependent collectives.
 
-    Shape (count,), or (ranks * count,) for all_gather, whose chain puts the
-    first `HEAD` elements of the next rank's operand in front of its own.
+    Shape (count,); (ranks * count,) for all_gather, whose chain puts the first
+    `head` elements of the next rank's operand in front of its own; (count /
+    ranks,) for psum_scatter, whose chain turns `head` elements x of a rank's
+    operand, those in the next rank's block, into amplitude - x and back.
     """
-    n = case.ranks
+    n, head = case.ranks, case.head
     if case.op == "ppermute":  # a ring: rank r receives from r - 1
         return operand(case, (rank - calls) % n, seed)
     if case.op == "all_gather":
         parts = [operand(case, r, seed) for r in range(n)]
-        heads = [p[:HEAD].copy() for p in parts]
+        heads = [p[:head].copy() for p in parts]
         for r, part in enumerate(parts):
-            part[:HEAD] = heads[(r + calls - 1) % n]
+            part[:head] = heads[(r + calls - 1) % n]
         return np.concatenate(parts)
+    kind = np.dtype(case.dtype)
+    if case.op == "psum_scatter":
+        block = case.count // n
+        mine = slice(rank * block, (rank + 1) * block)
+        total = np.zeros(block, np.int64)
+        for r in range(n):
+            part = _integers(case, r, seed)[mine].astype(np.int64)
+            if (r + 1) % n == rank and calls % 2 == 0:
+                part[:head] = amplitude(case) - part[:head]
+            total += part
+        if np.issubdtype(kind, np.integer):
+            return total.astype(kind)
+        wide = np.float64 if kind == np.float64 else np.float32
+        return total.astype(wide).astype(kind)  # exact, then rounded once
     total = np.zeros(case.count, np.int64)
     for r in range(n):
         total += _integers(case, r, seed)
-    kind = np.dtype(case.dtype)
     if np.issubdtype(kind, np.integer):
         return (total * n ** (calls - 1)).astype(kind)
     if kind.itemsize < 4:  # each call rounds

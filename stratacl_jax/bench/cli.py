@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,8 @@ class _Size(click.ParamType):
 
 
 _SIZE = _Size()
+# Cores that others may use before the output says so.
+_CROWDED = 0.1
 _DTYPES = (
     "float32",
     "float64",
@@ -65,6 +68,14 @@ _DTYPES = (
     default=8,
     show_default=True,
     help="Factor between sizes.",
+)
+@click.option(
+    "--also",
+    default="1M",
+    show_default=True,
+    metavar="SIZES",
+    help="Further sizes, separated by commas, where they lie between the smallest "
+    "and the largest; none for none.",
 )
 @click.option(
     "--vs",
@@ -119,6 +130,7 @@ def bench(
     begin: int,
     end: int,
     factor: int,
+    also: str,
     vs: str,
     dtype: str,
     layout_text: str,
@@ -128,7 +140,7 @@ def bench(
     iters: str,
     timeout: float,
 ) -> None:
-    """Times OPS (psum, all_gather, ppermute) against stock JAX.
+    """Times OPS against stock JAX: psum, all_gather, psum_scatter, ppermute.
 
     Sizes are bytes with K, M or G for powers of 1024, as in nccl-tests. Every
     implementation has its own live processes; they take turns on the same
@@ -145,10 +157,12 @@ def bench(
             iterations=None if iters == "auto" else _positive(iters),
             timeout_s=timeout,
         )
-        plan = sweep.plan(ops, cases.sweep(begin, end, factor), options)
+        sizes = cases.sweep(begin, end, factor, _sizes(also))
+        plan = sweep.plan(ops, sizes, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     bad: list[sweep.Cell] = []
+    ours: list[sweep.Cell] = []
     with contextlib.ExitStack() as stack:
         out: io.TextIOBase | None = None
         if json_path:
@@ -172,7 +186,16 @@ def bench(
             if out:
                 for cell in cells:
                     out.write(report.json_line(cell, options) + "\n")
+            ours.append(cells[0])
             bad += [cell for cell in cells if not cell.good]
+        others = run.others()
+    for line in report.counters(ours):
+        click.echo(line)
+    if others is not None and others > _CROWDED:
+        click.echo(
+            f"\n# Others kept {others:.2f} of {os.cpu_count()} cores busy meanwhile: "
+            "times say little, sleeps are too many."
+        )
     if bad:
         _explain(bad)
         sys.exit(1)
@@ -204,6 +227,12 @@ def _peers(text: str) -> tuple[str, ...]:
                 f"unknown peer {peer!r}; known: {', '.join(sweep.PEERS)}, none"
             )
     return peers
+
+
+def _sizes(text: str) -> list[int]:
+    if text.strip() == "none":
+        return []
+    return [cases.parse_size(part) for part in text.split(",")]
 
 
 def _positive(text: str) -> int:

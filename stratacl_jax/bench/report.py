@@ -38,6 +38,10 @@ def preamble(options: Options, cores: int) -> list[str]:
     ]
     if options.peers:
         lines.append(f"# ratio: time of the peer / time of {OURS}")
+    lines.append(
+        "# memcpy: each rank, all at once, copies as many bytes as its result has: "
+        "no collective can be faster"
+    )
     return lines
 
 
@@ -49,6 +53,8 @@ def header(op: str, options: Options) -> list[str]:
         width = max(len(peer) + 2, 9)
         names.append(f"{peer:>{width}}")
         units.append(f"{'(ratio)':>{width}}")
+    names.append(f"{'memcpy':>9}")
+    units.append(f"{'(us)':>9}")
     return ["", f"# {op}", "#" + "".join(names)[1:], "#" + "".join(units)[1:]]
 
 
@@ -70,7 +76,37 @@ def rows(cells: Sequence[Cell], options: Options) -> list[str]:
                 other = by_impl[peer]
                 text = "-" if other.error else f"{other.time_us / cell.time_us:.2f}x"
                 line += f"{text:>{max(len(peer) + 2, 9)}}"
+            text = "-" if cell.copy_us is None else _number(cell.copy_us)
+            line += f"{text:>9}"
         lines.append(line)
+    return lines
+
+
+def counters(cells: Sequence[Cell]) -> list[str]:
+    """A table of what does not drift with the machine's load; none of our cells
+    may be in error, and cells of peers are left out."""
+    names = ("op", "size", "sleeps", "wakes", "deferred", "eager", "staged", "direct")
+    units = ("", "(B)", "", "", "", "(B)", "(B)", "(B)")
+    widths = (13, 11, 9, 9, 9, 11, 11, 11)
+    lines = [
+        "",
+        f"# {OURS}, in each call of a rank: futex sleeps and wakes, calls handed to "
+        "another thread,",
+        "# and operand bytes by the way they went",
+    ]
+    for heads in (names, units):
+        line = "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
+        lines.append("#" + line[1:])
+    keys = ("sleeps", "wakes", "deferred")
+    keys += ("eager_bytes", "staged_bytes", "direct_bytes")
+    for cell in cells:
+        if not cell.counters:
+            continue
+        values = [cell.case.op, str(cell.case.bytes)]
+        for key in keys:
+            value = cell.counters[key]
+            values.append(f"{value:.0f}" if "bytes" in key else f"{value:.3f}")
+        lines.append("".join(f"{v:>{w}}" for v, w in zip(values, widths, strict=True)))
     return lines
 
 
@@ -102,6 +138,9 @@ def json_line(cell: Cell, options: Options) -> str:
             "rounds": len(cell.times_us),
             "iterations": cell.iterations,
         }
+    if cell.counters:
+        record["memcpy_us"] = cell.copy_us and round(cell.copy_us, 4)
+        record["per_call"] = {k: round(v, 6) for k, v in cell.counters.items()}
     return json.dumps(record)
 
 

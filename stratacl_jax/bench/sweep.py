@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stratacl_jax.bench import cases
 from stratacl_jax.bench.children import ChildFailed, RankSet
+from stratacl_jax.bench.crowd import Crowd
 from stratacl_jax.bench.layout import Layout
 from stratacl_jax.runtime import cpus
 
@@ -18,6 +21,10 @@ OURS = "stratacl"
 PEERS = ("gloo", "inprocess")
 _WORKER = "stratacl_jax.bench.worker"
 _START_S = 120.0
+_COPY_S = 0.02  # of copying memory, in each round
+# Below, the call of the copy costs more than the copy.
+_COPY_BYTES = 64 << 10
+_LEAST_ROUNDS = 2  # even where the time is up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Options:
       rounds: how often each implementation takes its turn.
       iterations: timed programs in a turn; None fits them to `turn_s`.
       turn_s: about how long a turn lasts, seconds.
+      case_s: no further round starts when a case has taken this long, seconds.
       timeout_s: deadline of one request to one implementation, seconds.
     """
 
@@ -40,6 +48,7 @@ class Options:
     rounds: int = 5
     iterations: int | None = None
     turn_s: float = 0.1
+    case_s: float = 12.0
     timeout_s: float = 120.0
 
 
@@ -51,6 +60,9 @@ class Cell:
       times_us: microseconds of one collective, one entry a round.
       wrong: wrong elements on all ranks, or None when `error` says why there
         is no result.
+      copy_us: of our cells: microseconds in which each rank, all at once, copies
+        as many bytes as its result has; None where that is too short to time.
+      counters: of our cells: the ledger's gain in a call of one rank, mean.
     """
 
     case: cases.Case
@@ -60,6 +72,8 @@ class Cell:
     iterations: int = 0
     wrong: int | None = None
     error: str = ""
+    copy_us: float | None = None
+    counters: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def time_us(self) -> float:
@@ -133,11 +147,16 @@ class Sweep:
                 )
             for impl in self._sets:
                 self._call(impl, "hello", timeout_s=_START_S)
+            self._crowd = Crowd(p for s in self._sets.values() for p in s.pids)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.__exit__(*exc)
+
+    def others(self) -> float | None:
+        """Cores kept busy by anybody else since the start; None if unknown."""
+        return None if self._dead else self._crowd.cores()
 
     def cells(
         self,
@@ -155,27 +174,38 @@ class Sweep:
 
     def _measure(self, case: cases.Case, on_turn: Callable[[str], None]) -> list[Cell]:
         options = self._options
+        end = time.monotonic() + options.case_s
         wrong: dict[str, int] = dict.fromkeys(self._sets, 0)
         times: dict[str, list[float]] = {impl: [] for impl in self._sets}
         iterations: dict[str, int] = {}
+        copies: list[float] = []
+        ledger: Counter[str] = Counter()
         for impl in self._sets:
             on_turn(f"{case.op} {case.bytes} B: compile {impl}")
             for reply in self._call(impl, "prepare", case=case.asdict()):
                 wrong[impl] += reply["wrong"]
                 mine = options.iterations or _fit(options.turn_s, reply["program_s"])
                 iterations[impl] = min(mine, iterations.get(impl, mine))
-        for _ in range(options.rounds):
+        for done in range(options.rounds):
+            if done >= _LEAST_ROUNDS and time.monotonic() > end:
+                break
             for impl in self._sets:
                 on_turn(f"{case.op} {case.bytes} B: {impl}")
                 count = iterations.get(impl, 0)
                 discard = 1 + count // 10
                 replies = self._call(impl, "run", iterations=count, discard=discard)
                 if replies:  # the slowest rank's word
-                    times[impl].append(max(replies) / case.chain * 1e6)
+                    program_s = max(reply["program_s"] for reply in replies)
+                    times[impl].append(program_s / case.chain * 1e6)
+                for reply in replies:
+                    ledger.update(reply["ledger"])
+            if case.result_bytes >= _COPY_BYTES:
+                replies = self._call(OURS, "copy", seconds=_COPY_S)
+                copies += [max(replies) * 1e6] if replies else []
         for impl in self._sets:
             for reply in self._call(impl, "finish"):
                 wrong[impl] += reply["wrong"]
-        return [
+        cells = [
             Cell(case, impl, s.layout, error=self._dead[impl])
             if impl in self._dead
             else Cell(
@@ -188,6 +218,14 @@ class Sweep:
             )
             for impl, s in self._sets.items()
         ]
+        if not cells[0].error:
+            calls = ledger.pop("operations", 0)
+            cells[0] = dataclasses.replace(
+                cells[0],
+                copy_us=statistics.median(copies) if copies else None,
+                counters={name: n / calls for name, n in ledger.items() if calls},
+            )
+        return cells
 
     def _call(
         self, impl: str, do: str, *, timeout_s: float | None = None, **arguments: Any
@@ -204,4 +242,5 @@ class Sweep:
 
 
 def _fit(turn_s: float, program_s: float) -> int:
-    return max(3, min(300, round(turn_s / max(program_s, 1e-6))))
+    least = 3 if program_s < 2 * turn_s else 1
+    return max(least, min(300, round(turn_s / max(program_s, 1e-6))))

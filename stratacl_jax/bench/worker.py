@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Mapping
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -16,28 +17,44 @@ from stratacl_jax.bench.serve import Child, Handler, collectives, serve
 
 AXIS = "i"
 _SEED_CHAIN, _SEED_SINGLE = 1, 2
+# Counters of ours that are reported for each operation.
+LEDGER = (
+    "operations",
+    "deferred",
+    "sleeps",
+    "wakes",
+    "eager_bytes",
+    "staged_bytes",
+    "direct_bytes",
+)
 # Collectives as they stand in optimized HLO, ours and XLA's own.
 _CALLS = re.compile(
-    r"= .*\b(?:all-reduce|all-gather|collective-permute)(?:-start)?\("
+    r"= .*\b(?:all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\("
     r'|custom_call_target="stratacl'
 )
 
 
 def make_handlers(child: Child) -> Mapping[str, Handler]:
     bench = Bench(child)
-    return {"prepare": bench.prepare, "run": bench.run, "finish": bench.finish}
+    return {
+        "prepare": bench.prepare,
+        "run": bench.run,
+        "copy": bench.copy,
+        "finish": bench.finish,
+    }
 
 
 class Bench:
     """The one case that is loaded, and its compiled program."""
 
     _case: cases.Case
+    _copies: list[tuple[np.ndarray, np.ndarray]]
 
     def __init__(self, child: Child) -> None:
         import jax
 
+        self._child = child
         self._ops = collectives(child.impl)
-        self._ranks = child.ranks
         self._mesh = jax.sharding.Mesh(np.array(jax.devices()), (AXIS,))
 
     def prepare(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +65,7 @@ class Bench:
           program_s: seconds of one warm run of the chain.
         """
         self._case = chain = cases.Case(**case)
+        self._copies = []
         single = cases.Case(**{**case, "chain": 1})
         wrong = 0
         program = self._compile(single)
@@ -63,23 +81,60 @@ class Bench:
         times = [self._step() for _ in range(2)]
         return {"wrong": wrong, "program_s": min(times)}
 
-    def run(self, iterations: int, discard: int) -> float:
-        """Runs the chain; returns the median of `iterations` times, seconds.
+    def run(self, iterations: int, discard: int) -> dict[str, Any]:
+        """Runs the chain.
 
         The first `discard` runs are not timed: in them the ranks wait for the
         slowest to read its request.
+
+        Returns:
+          program_s: median of `iterations` times, seconds.
+          ledger: what this process's counters have gained; empty for stock JAX.
         """
+        before = self._ledger()
         gc.disable()
         try:
             times = [self._step() for _ in range(discard + iterations)]
         finally:
             gc.enable()
-        return statistics.median(times[discard:])
+        after = self._ledger()
+        return {
+            "program_s": statistics.median(times[discard:]),
+            "ledger": {name: after[name] - before[name] for name in before},
+        }
+
+    def copy(self, seconds: float) -> float:
+        """Copies as many bytes as a result has, on each local rank at once.
+
+        Both buffers are warm and private: what the memory allows, and no
+        collective can be faster.
+
+        Args:
+          seconds: about how long to go on.
+
+        Returns:
+          Seconds of one copy: the slowest rank's median.
+        """
+        if not self._copies:
+            size = self._case.result_bytes
+            self._copies = [
+                (np.zeros(size, np.uint8), np.ones(size, np.uint8))
+                for _ in range(self._child.devices)
+            ]
+        with futures.ThreadPoolExecutor(len(self._copies)) as pool:
+            ranks = [pool.submit(_copy, a, b, seconds) for a, b in self._copies]
+            return max(rank.result() for rank in ranks)
+
+    def _ledger(self) -> dict[str, int]:
+        if self._child.impl != "ours":
+            return {}
+        now = self._ops.ledger()
+        return {name: now[name] for name in LEDGER}
 
     def finish(self) -> dict[str, Any]:
         """Checks the result of the last timed run and lets go of the case."""
         wrong = self._check()
-        del self._program, self._state, self._result
+        del self._program, self._state, self._result, self._copies
         gc.collect()
         return {"wrong": wrong}
 
@@ -92,9 +147,9 @@ class Bench:
         return stop - start
 
     def _check(self) -> int:
-        # An all_gather's chain goes on from where the last program ended.
         case = self._case
-        calls = self._calls if case.op == "all_gather" else case.chain
+        goes_on = case.op in ("all_gather", "psum_scatter")
+        calls = self._calls if goes_on else case.chain
         return self._wrong(case, self._result, _SEED_CHAIN, calls)
 
     def _compile(self, case: cases.Case) -> Any:
@@ -151,21 +206,34 @@ class Bench:
         return wrong
 
 
+def _copy(target: np.ndarray, source: np.ndarray, seconds: float) -> float:
+    """Median seconds of copying `source` to `target`, both ways in turn."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+        target, source = source, target
+    return statistics.median(times)
+
+
 def chain_body(ops: Any, case: cases.Case, x: Any) -> Any:
     """`case.chain` dependent collectives, unrolled; one rank's view.
 
     The dependency is free for psum and ppermute, whose result is the next
-    operand: nothing but collectives is in the program. An all_gather's result
-    is larger than its operand; one tiny in-place update (at most `cases.HEAD`
-    elements) makes the next operand depend on it.
+    operand: nothing but collectives is in the program. Results of all_gather
+    and psum_scatter have another shape; one tiny in-place update (at most
+    `cases.HEAD` elements) makes the next operand depend on them.
 
     Returns:
       (operand of the next program, result of the last collective). The operand
-      is donated, and except for all_gather returned as it is.
+      is donated, and returned as it is but for such updates.
     """
+    import jax.numpy as jnp
     from jax import lax
 
-    n = case.ranks
+    n, head = case.ranks, case.head
     if case.op == "psum":
         y = x
         for _ in range(case.chain):
@@ -177,12 +245,31 @@ def chain_body(ops: Any, case: cases.Case, x: Any) -> Any:
         for _ in range(case.chain):
             y = ops.ppermute(y, AXIS, ring)
         return x, y
-    head = min(cases.HEAD, case.count)
-    offset = (lax.axis_index(AXIS) + 1) % n * case.count
+    next_rank = (lax.axis_index(AXIS) + 1) % n
+    if case.op == "all_gather":
+        offset = next_rank * case.count
+        for _ in range(case.chain):
+            y = ops.all_gather(x, AXIS, tiled=True)
+            first = lax.dynamic_slice(y, (offset,), (head,))
+            x = lax.dynamic_update_slice(x, first, (0,))
+        return x, y
+    offset = next_rank * (case.count // n)
+    limit = jnp.asarray(cases.amplitude(case), x.dtype)
     for _ in range(case.chain):
-        y = ops.all_gather(x, AXIS, tiled=True)
-        x = lax.dynamic_update_slice(x, lax.dynamic_slice(y, (offset,), (head,)), (0,))
+        y = ops.psum_scatter(x, AXIS, tiled=True)
+        # No sum is a NaN or equal to the type's largest number, so all elements
+        # are turned over; but only we know.
+        flip = limit - lax.dynamic_slice(x, (offset,), (head,))
+        fresh = jnp.where(y[:head] == _largest(x.dtype), limit, flip)
+        x = lax.dynamic_update_slice(x, fresh, (offset,))
     return x, y
+
+
+def _largest(dtype: Any) -> Any:
+    import jax.numpy as jnp
+
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return jnp.asarray(info(dtype).max, dtype)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from stratacl_jax.bench import layout as layouts
 from stratacl_jax.bench.children import ChildFailed, RankSet
@@ -108,28 +111,18 @@ def demo(
     start = time.monotonic()
     stock = "in-process" if layout.processes == 1 else "Gloo"
     try:
-        from rich.console import Console
-        from rich.progress import Progress
-
         console = Console(soft_wrap=not sys.stdout.isatty())
         runs: list[Run] = []
-        # Few refreshes: the bar must not steal the cores it looks at.
-        with Progress(console=console, refresh_per_second=2) as progress:
+        with _Bars(console, steps) as bars:
             for name, impl, share in (
                 ("stratacl", "ours", 0.45),
                 (f"stock JAX ({stock})", "stock", 1.0),
             ):
-                task = progress.add_task(f"{name}: compiling", total=steps)
-
-                def on_step(
-                    done: int, loss: float, task: Any = task, name: str = name
-                ) -> None:
-                    text = f"{name}: loss {loss:.3f}"
-                    progress.update(task, completed=done, description=text)
-
+                bars.begin(name)
                 end = start + max_seconds * share - _RESERVE_S
                 goal = len(runs[0].losses) if runs else steps
-                runs.append(train(name, impl, layout, goal, batch, seed, end, on_step))
+                run = train(name, impl, layout, goal, batch, seed, end, bars.show)
+                runs.append(run)
     except ChildFailed as error:
         raise click.ClickException(str(error)) from None
     ours, theirs = runs
@@ -140,6 +133,34 @@ def demo(
     console.print(f"{time.monotonic() - start:.0f} s in all")
     if not agree:
         sys.exit(1)
+
+
+class _Bars:
+    """A progress bar for each side; lines, now and then, where no terminal is."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        # Few refreshes: the bar must not steal the cores it looks at.
+        self._progress = Progress(
+            console=console, refresh_per_second=2, disable=not console.is_terminal
+        )
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, name: str) -> None:
+        self._name = name
+        self._task = self._progress.add_task(f"{name}: compiling", total=self._steps)
+
+    def show(self, done: int, loss: float) -> None:
+        text = f"{self._name}: loss {loss:.3f}"
+        self._progress.update(self._task, completed=done, description=text)
+        if self._progress.disable and done % max(1, self._steps // 5) == 0:
+            self._console.print(f"{text} after step {done} of {self._steps}")
 
 
 def train(
@@ -214,7 +235,7 @@ def agreement(ours: Run, theirs: Run) -> float:
 
 
 def _print(
-    console: Any,
+    console: Console,
     layout: layouts.Layout,
     batch: int,
     seed: int,
@@ -223,8 +244,6 @@ def _print(
     stock: str,
 ) -> bool:
     """Prints the result; True if the losses agree."""
-    from rich.table import Table
-
     facts = ours.facts
     steps = min(len(ours.losses), len(theirs.losses))
     console.print(

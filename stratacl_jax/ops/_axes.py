@@ -47,17 +47,23 @@ def equal_groups(groups: Groups, operator: str) -> None:
         )
 
 
+def of_mesh(names: Sequence[Any]) -> tuple[Any, ...]:
+    """The mesh axes among the names; types do not tell what varies over vmap's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n in names if n in mesh.axis_names)
+
+
 def make_varying(x: Any, names: Sequence[Any]) -> Any:
     """Casts to varying over `names`, where shard_map checks that."""
     if not (_compat.check_vma() and _compat.auto_pcast()):
         return x
-    missing = tuple(n for n in names if n not in _compat.varying(x))
+    missing = tuple(n for n in of_mesh(names) if n not in _compat.varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def moved_aval(aval: Any, names: Sequence[Any], operator: str, shape: Any) -> Any:
     """Result of an operator that wants varying input and gives varying output."""
-    varying = _compat.collective_vma_rule(operator, tuple(names), aval)
+    varying = _compat.collective_vma_rule(operator, of_mesh(names), aval)
     return _compat.with_varying(aval.update(shape=tuple(shape)), varying)
 
 
@@ -73,6 +79,16 @@ def batch(
     if axis_data.name not in names:
         return False, tuple(names)
     return True, tuple(n for n in names if n != axis_data.name)
+
+
+def sum_batch(xs: Sequence[Any], dims: Sequence[Any], n: int) -> list[Any]:
+    """Sums over vmap's own axis, of size n; what is not batched counts n times."""
+    return [
+        x * lax.convert_element_type(n, x.dtype)
+        if d is None
+        else jnp.sum(x, axis=d, dtype=x.dtype)
+        for x, d in zip(xs, dims, strict=True)
+    ]
 
 
 def def_linear(

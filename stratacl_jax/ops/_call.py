@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import mlir
 
 from .. import _compat
@@ -37,6 +39,45 @@ _CODES = {
     "bfloat16": 16,
     "complex128": 18,
 }
+
+# XLA packs several of these into a byte, so they travel as a type that holds their
+# values exactly.
+_UNPACKED = {
+    "int2": jnp.int8,
+    "int4": jnp.int8,
+    "uint2": jnp.uint8,
+    "uint4": jnp.uint8,
+    "float4_e2m1fn": jnp.bfloat16,
+}
+
+
+def checked_dtype(x: Any, operator: str) -> np.dtype:
+    """The type of an operand.
+
+    Raises:
+      Unsupported: it is none whose values XLA keeps in whole bytes or can convert
+        to such, as a PRNG key's.
+    """
+    dtype = jax.typeof(x).dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = np.dtype(dtype)
+        name = dtype.name
+        if name in _CODES or name in _UNPACKED or name.startswith("float8_"):
+            return dtype
+    hint = ""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        hint = "; send jax.random.key_data(key) and rebuild it with wrap_key_data"
+    raise Unsupported(f"{operator}: arrays of {dtype} cannot be communicated{hint}")
+
+
+def unpacked(x: Any, operator: str) -> Any:
+    """An operand in whole bytes; `packed` takes the result back to its type."""
+    wide = _UNPACKED.get(checked_dtype(x, operator).name)
+    return x if wide is None else lax.convert_element_type(x, wide)
+
+
+def packed(x: Any, dtype: np.dtype) -> Any:
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
 def reducible(dtype: Any) -> bool:

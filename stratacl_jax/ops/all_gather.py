@@ -26,7 +26,7 @@ def all_gather(
 ) -> Any:
     """Gathers `x` from the ranks of `axis_name`, as `jax.lax.all_gather`.
 
-    A pytree is one collective. Any dtype; bytes are moved as they are.
+    A pytree is one collective. Any number type; values are moved as they are.
     Differentiable; the transpose is `psum_scatter`.
 
     Args:
@@ -45,6 +45,7 @@ def all_gather(
     Raises:
       NameError: the axis is not bound by a surrounding `jax.shard_map`.
       ValueError: malformed groups, or `axis` out of range.
+      Unsupported: an array of no number type, as of PRNG keys.
     """
     names = _axes.names_of(axis_name)
     leaves, tree = jax.tree.flatten(x)
@@ -55,11 +56,12 @@ def all_gather(
     _axes.equal_groups(groups, "all_gather")
     size = _compat.axis_size(names, groups)
     leaves = [_axes.make_varying(jnp.asarray(leaf), names) for leaf in leaves]
+    bytewise = [_call.unpacked(leaf, "all_gather") for leaf in leaves]
     at = [_dimension(axis, leaf.ndim + (0 if tiled else 1)) for leaf in leaves]
-    stacked = all_gather_p.bind(*leaves, axes=names, groups=groups, size=size)
+    stacked = all_gather_p.bind(*bytewise, axes=names, groups=groups, size=size)
     out = []
-    for y, d in zip(stacked, at, strict=True):
-        y = jnp.moveaxis(y, 0, d)
+    for leaf, y, d in zip(leaves, stacked, at, strict=True):
+        y = jnp.moveaxis(_call.packed(y, leaf.dtype), 0, d)
         if tiled:
             shape = list(y.shape)
             shape[d : d + 2] = [shape[d] * shape[d + 1]]

@@ -21,7 +21,7 @@ Pairs = tuple[tuple[int, int], ...]
 def ppermute(x: Any, axis_name: Any, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends `x` along `perm`, as `jax.lax.ppermute`.
 
-    A pytree is one collective. Any dtype. A rank waits for its source only.
+    A pytree is one collective. Any number type. A rank waits for its source only.
     Over several axes, indices are those of `axis_index` over the same names in
     the same order (stock XLA pairs by mesh order there). Differentiable; the
     transpose is the inverse permutation.
@@ -39,6 +39,7 @@ def ppermute(x: Any, axis_name: Any, perm: Sequence[tuple[int, int]]) -> Any:
     Raises:
       NameError: the axis is not bound by a surrounding `jax.shard_map`.
       ValueError: an index repeated or out of range.
+      Unsupported: an array of no number type, as of PRNG keys.
     """
     names = _axes.names_of(axis_name)
     leaves, tree = jax.tree.flatten(x)
@@ -47,7 +48,9 @@ def ppermute(x: Any, axis_name: Any, perm: Sequence[tuple[int, int]]) -> Any:
     _compat.check_axis_names(names, "stratacl_jax.ppermute")
     pairs = _canonical(perm, _compat.axis_size(names))
     leaves = [_axes.make_varying(jnp.asarray(leaf), names) for leaf in leaves]
-    out = ppermute_p.bind(*leaves, axes=names, groups=None, perm=pairs)
+    bytewise = [_call.unpacked(leaf, "ppermute") for leaf in leaves]
+    moved = ppermute_p.bind(*bytewise, axes=names, groups=None, perm=pairs)
+    out = [_call.packed(y, x.dtype) for x, y in zip(leaves, moved, strict=True)]
     return jax.tree.unflatten(tree, out)
 
 

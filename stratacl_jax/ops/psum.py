@@ -24,7 +24,7 @@ _SUMMED_AS = {
     "int4": jnp.int8,
     "uint2": jnp.uint8,
     "uint4": jnp.uint8,
-}
+}  # and the small floats as f32
 
 
 def psum(x: Any, axis_name: Any, *, axis_index_groups: Any = None) -> Any:
@@ -52,6 +52,7 @@ def psum(x: Any, axis_name: Any, *, axis_index_groups: Any = None) -> Any:
     Raises:
       NameError: the axis is not bound by a surrounding `jax.shard_map`.
       ValueError: malformed groups.
+      Unsupported: an array of no number type, as of PRNG keys.
     """
     axes = _axes.names_of(axis_name)
     names = tuple(a for a in axes if not isinstance(a, int))
@@ -70,12 +71,12 @@ def psum(x: Any, axis_name: Any, *, axis_index_groups: Any = None) -> Any:
         size = _compat.axis_size(names, groups) if names else 1
         out = [_constant_sum(leaf, positions, size) for leaf in leaves]
         return jax.tree.unflatten(tree, out)
-    dtypes = [np.dtype(jax.typeof(leaf).dtype) for leaf in leaves]
+    dtypes = [_call.checked_dtype(leaf, "psum") for leaf in leaves]
     out = [_widen(leaf) for leaf in leaves]
     if positions:
         out = [jnp.sum(v, axis=_dimensions(positions, v)) for v in out]
     if names:
-        if _compat.check_vma():
+        if _compat.check_vma() and _axes.of_mesh(names):
             if groups is not None:
                 raise NotImplementedError(
                     "psum: axis_index_groups gives results that vary along the axis; "
@@ -124,12 +125,7 @@ def _widen(x: Any) -> Any:
     dtype = np.dtype(jax.typeof(x).dtype)
     if _call.reducible(dtype):
         return x
-    wide = _SUMMED_AS.get(dtype.name)
-    if wide is None:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"psum: arrays of {dtype.name} cannot be added")
-        wide = jnp.float32
-    return lax.convert_element_type(x, wide)
+    return lax.convert_element_type(x, _SUMMED_AS.get(dtype.name, jnp.float32))
 
 
 def _narrow(x: Any, dtype: np.dtype) -> Any:
@@ -195,12 +191,7 @@ def _batcher(primitive: Any) -> Any:
                 "psum: axis_index_groups over an axis that vmap names"
             )
         # vmap's axis is an array dimension here: summed locally first.
-        local = [
-            x * lax.convert_element_type(axis_data.size, x.dtype)
-            if d is None
-            else jnp.sum(x, axis=d, dtype=x.dtype)
-            for x, d in zip(xs, dims, strict=True)
-        ]
+        local = _axes.sum_batch(xs, dims, axis_data.size)
         out = primitive.bind(*local, axes=names, groups=None) if names else local
         return out, [None] * len(out)
 
@@ -219,7 +210,11 @@ def _transpose_invariant(
     cts: Sequence[Any], *, axes: tuple[Any, ...], groups: Any
 ) -> Any:
     del groups
-    return [lax.pcast(ct, axes, to="varying") for ct in cts]
+    mesh = _axes.of_mesh(axes)
+    mapped = tuple(a for a in axes if a not in mesh)
+    if mapped:
+        cts = psum_p.bind(*cts, axes=mapped, groups=None)
+    return [lax.pcast(ct, mesh, to="varying") for ct in cts]
 
 
 _axes.def_linear(psum_p, _transpose)

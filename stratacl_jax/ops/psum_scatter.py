@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
@@ -57,6 +56,7 @@ def psum_scatter(
     leaves = [_axes.make_varying(jnp.asarray(leaf), names) for leaf in leaves]
     stacked, kept = [], []
     for leaf in leaves:
+        dtype = _call.checked_dtype(leaf, "psum_scatter")
         if not -leaf.ndim <= scatter_dimension < leaf.ndim:
             raise ValueError(
                 f"psum_scatter: scatter_dimension {scatter_dimension} is out of range "
@@ -73,9 +73,9 @@ def psum_scatter(
         if tiled:
             y = y.reshape(*y.shape[:d], size, n // size, *y.shape[d + 1 :])
         stacked.append(_widen(jnp.moveaxis(y, d, 0)))
-        kept.append(leaf.dtype if leaf.dtype != np.bool_ else np.dtype(np.int32))
+        kept.append(dtype)
     out = psum_scatter_p.bind(*stacked, axes=names, groups=groups, size=size)
-    out = [_narrow(y, np.dtype(d)) for y, d in zip(out, kept, strict=True)]
+    out = [_narrow(y, d) for y, d in zip(out, kept, strict=True)]
     return jax.tree.unflatten(tree, out)
 
 
@@ -112,14 +112,32 @@ def _batch(
     groups: Any,
     size: int,
 ) -> Any:
-    mine, _ = _axes.batch(axis_data, dims, axes)
-    if mine:
-        raise NotImplementedError("psum_scatter over an axis that vmap names")
-    moved = [
-        x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(xs, dims, strict=True)
-    ]
-    out = psum_scatter_p.bind(*moved, axes=axes, groups=groups, size=size)
-    return out, [None if d is None else 0 for d in dims]
+    mine, names = _axes.batch(axis_data, dims, axes)
+    if not mine:
+        moved = [
+            x if d is None else jnp.moveaxis(x, d, 1)
+            for x, d in zip(xs, dims, strict=True)
+        ]
+        out = psum_scatter_p.bind(*moved, axes=axes, groups=groups, size=size)
+        return out, [None if d is None else 0 for d in dims]
+    if groups is not None:
+        raise NotImplementedError(
+            "psum_scatter: axis_index_groups over an axis that vmap names"
+        )
+    # Summed locally over vmap's axis, of which each index then keeps its part.
+    n = axis_data.size
+    sizes = [n if a == axis_data.name else _compat.axis_size((a,)) for a in axes]
+    at = axes.index(axis_data.name)
+    local = []
+    for x in _axes.sum_batch(xs, dims, n):
+        y = x.reshape(*sizes, *x.shape[1:])
+        y = jnp.moveaxis(y, at, len(sizes) - 1)  # (other ranks, vmap's axis, ...)
+        local.append(y.reshape(size // n, n, *x.shape[1:]))
+    if names:
+        out = psum_scatter_p.bind(*local, axes=names, groups=None, size=size // n)
+    else:
+        out = [y[0] for y in local]
+    return out, [0] * len(out)
 
 
 batching.fancy_primitive_batchers[psum_scatter_p] = _batch

@@ -201,12 +201,19 @@ def connect(
                 "free": free,
                 "span": span,
                 "eager": eager_bytes,
+                "chunk": settings["chunk_bytes"],
+                "algorithm": settings["algorithm"],
+                "registration": settings["registration"],
                 "fingerprint": fingerprint,
             },
         )
         for key, variable in (
             ("span", "STRATACL_ARENA_SPAN"),
             ("eager", "STRATACL_EAGER_BYTES"),
+            # Plans follow from these, and all ranks must have the same plans.
+            ("chunk", "STRATACL_CHUNK_BYTES"),
+            ("algorithm", "STRATACL_ALGORITHM"),
+            ("registration", "STRATACL_REGISTRATION"),
         ):
             values = {person[key] for person in people}
             if len(values) > 1:

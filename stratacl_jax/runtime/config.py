@@ -207,11 +207,11 @@ class Config:
     )
     registration = Setting(
         _choice("staged", "on_allocation", "just_in_time"),
-        "staged",
+        "on_allocation",
         "",
-        "How operands reach peers: copied into the arena (staged), or by memory "
-        "that peers have mapped ahead of use (on_allocation) or at first use "
-        "(just_in_time).",
+        "How operands reach peers: XLA's memory lies in the arena and is mapped by "
+        "peers ahead of its use (on_allocation) or at first use (just_in_time), or "
+        "operands are copied there (staged).",
     )
     algorithm = Setting(
         _choice("auto", "one_shot", "two_phase"),

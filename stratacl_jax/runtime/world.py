@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import resource
 import sys
 import threading
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from .config import config
 from .cpus import usable_cpus
 from .errors import InvalidUsage, Unsupported, from_message
+from .ledger import Ledger
 
 TARGET = "stratacl_collective"
 
@@ -121,6 +123,9 @@ def _native_settings(ranks_here: int) -> dict[str, Any]:
         "yield_us": 30 if crowded else 10,
         "inplace_us": config.inplace_us,
         "chunk_bytes": config.chunk_bytes,
+        "registration": {"staged": 0, "on_allocation": 1, "just_in_time": 2}[
+            config.registration
+        ],
         "algorithm": {"auto": 0, "one_shot": 1, "two_phase": 2}[config.algorithm],
     }
 
@@ -207,10 +212,12 @@ def initialize(*, timeout: float | None = None) -> None:
                 )
             _secure_launch_pool()
             fabric = _bootstrap(native, process, processes, len(devices))
+            _arm(native)
             native.start(
                 [(d.process_index, d.id) for d in devices], fabric["divergent"]
             )
             _register(native)
+            _probe(native)
             if _generation == 0:
                 os.register_at_fork(after_in_child=_after_fork)
         except BaseException:
@@ -225,6 +232,37 @@ def initialize(*, timeout: float | None = None) -> None:
             "processes": processes,
             "devices": [(d.process_index, d.id) for d in devices],
         }
+
+
+def _arm(native: Any) -> None:
+    """Makes the arena the source of XLA's memory, if that is wanted."""
+    if config.registration == "staged":
+        return
+    why = native.arm(config.eager_bytes, config.arena_limit)
+    if why:
+        say_once(
+            f"XLA's memory cannot be shared ({why}); large operands are copied to "
+            "shared memory first, which is correct and slower"
+        )
+
+
+def _probe(native: Any) -> None:
+    """Looks whether XLA's memory does come from the arena."""
+    if config.registration == "staged":
+        return
+    import jax
+    import numpy as np
+
+    size = max(config.eager_bytes, 1 << 16)
+    # Not aligned: JAX must copy it into memory of its own.
+    unaligned = np.zeros(size + 1, np.uint8)[1:]
+    array = jax.device_put(unaligned, jax.local_devices(backend="cpu")[0])
+    if not native.in_arena(array.unsafe_buffer_pointer(), size):
+        say_once(
+            "XLA's memory does not come from the arena although jaxlib was "
+            "prepared; large operands are copied to shared memory first, which is "
+            "correct and slower"
+        )
 
 
 def _bootstrap(native: Any, process: int, processes: int, ranks: int) -> dict[str, Any]:
@@ -279,19 +317,13 @@ def shutdown() -> None:
             )
 
 
-def ledger() -> dict[str, int]:
-    """What moved, and how: counters since `initialize()`.
-
-    Returns:
-      operations, completed_in_place, deferred (handed to a worker thread);
-      eager_bytes (inside posts), staged_bytes (copied to the arena), direct_bytes
-      (read from XLA's own memory); sleeps and wakes (system calls); aborts;
-      arena_used_bytes, arena_high_water_bytes; pending; pool_threads. Empty
-      before `initialize()`.
-    """
+def ledger() -> Ledger:
+    """What moved, and how: counters since `initialize()`; see `Ledger`."""
     if _state is None:
-        return {}
-    return dict(native_module().ledger())
+        return Ledger({})
+    raw = dict(native_module().ledger())
+    raw["page_faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return Ledger(raw)
 
 
 def info() -> dict[str, Any]:
@@ -348,7 +380,7 @@ def info() -> dict[str, Any]:
         "then": "futex",
         "deadline_s": waiting["timeout_s"],
     }
-    found["ledger"] = ledger()
+    found["ledger"] = ledger().as_dict()
     return found
 
 

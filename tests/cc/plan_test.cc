@@ -152,8 +152,11 @@ class Execution {
     int64_t bytes = reduce.count * static_cast<int64_t>(SizeOf(reduce.dtype));
     std::vector<const void*> srcs;
     for (const Addr& src : reduce.srcs) srcs.push_back(Resolve(src, bytes));
-    ReduceN(srcs.data(), static_cast<int>(srcs.size()),
-            Resolve(reduce.dst, bytes), reduce.count, reduce.dtype, reduce.op);
+    std::vector<void*> dsts = {Resolve(reduce.dst, bytes)};
+    for (const Addr& copy : reduce.copies) dsts.push_back(Resolve(copy, bytes));
+    ReduceToAll(srcs.data(), static_cast<int>(srcs.size()), dsts.data(),
+                static_cast<int>(dsts.size()), reduce.count, reduce.dtype,
+                reduce.op);
   }
 
   bool in_place_;
@@ -337,7 +340,7 @@ TEST(AutoAlgorithm) {
   p.transport = Transport::kDirect;
   CHECK_EQ(BuildPlan(p).algorithm, "direct_two_phase");
   p.leaves = {F32(1)};
-  CHECK_EQ(BuildPlan(p).algorithm, "direct_one_shot");
+  CHECK_EQ(BuildPlan(p).algorithm, "direct_two_phase");
 }
 
 TEST(NothingToMoveIsNothingToDo) {

@@ -144,6 +144,15 @@ def total(values: Sequence[np.ndarray], dtype: Any = None) -> np.ndarray:
         return np.asarray(result).astype(dtype)
 
 
+def mean(sums: Any, count: int) -> np.ndarray:
+    """`sums / count` as XLA divides by a constant: by multiplying, an ulp away."""
+    divided = np.asarray(jax.jit(lambda v: v / count)(sums))
+    wide = divided.astype(np.complex128 if divided.dtype.kind == "c" else np.float64)
+    ulp = float(jnp.finfo(divided.dtype).eps)
+    np.testing.assert_allclose(wide, np.asarray(sums).astype(wide.dtype) / count, ulp)
+    return divided
+
+
 def same(got: Any, expected: Any, what: object = "") -> None:
     """Equal type, shape and bits; NaN equals NaN."""
     got, expected = np.asarray(got), np.asarray(expected)

@@ -127,7 +127,7 @@ def means(check_vma: bool) -> None:
             x = [np.arange(-4, 5, dtype=dtype) * (r + 1) for r in range(n)]
         else:
             x = [sheet.random(dtype, (9,), (5, r)) for r in range(n)]
-        right = jax.device_get(jnp.asarray(sheet.total(x)) / n)
+        right = sheet.mean(sheet.total(x), n)
         for got in sheet.run(
             lambda v: scl.pmean(v, "i"), x, check_vma=check_vma
         ).values():

@@ -178,6 +178,29 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
   }
 }
 
+// Peers may be storing to this rank's results: the memory does not go back to
+// XLA's use before they are through.
+void HoldResults(const Op& op) {
+  std::vector<Quarantine::Range> ranges;
+  const LocalSlot& local = op.local();
+  Arena& arena = op.world().arena();
+  for (size_t i = 0; i < local.out.size(); ++i) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(local.out[i]);
+    const uint64_t bytes = op.binding->out_bytes[i];
+    const bool staged =
+        !local.results.empty() && local.results[i] != local.out[i];
+    if (!staged && bytes > 0 && arena.Contains(local.out[i], bytes)) {
+      ranges.push_back({begin, begin + bytes});
+    }
+  }
+  if (ranges.empty()) return;
+  RankState* rank = op.state;
+  arena.quarantine().Hold(std::move(ranges),
+                          [rank, slot = op.slot, gen = op.gen] {
+                            return SlotOver(rank, slot, gen);
+                          });
+}
+
 }  // namespace
 
 bool Abort(Op* op, const Failure& why, int culprit, bool final) {
@@ -216,13 +239,15 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
   }
   comm.WakeGroup();
   if (posted) {
-    if (op->binding->transport == Transport::kDirect) {
+    if (op->binding->transport == Transport::kDirect && comm.one_process()) {
       // Exit rule after an abort: readers are threads of this process; each
       // notices within one check and acknowledges.
       op->at = Op::At::kExit;
       op->aborted = true;
       op->cursor = 0;
       while (Ready(op) == 0) sched_yield();
+    } else if (op->binding->stored_to) {
+      HoldResults(*op);
     }
     ReleaseSlot(op);
   }
@@ -231,20 +256,36 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
 
 bool Confirm(Op* op, Failure* failure) {
   Comm& comm = op->comm();
-  // Not taken before the loads of the payload are over, on any machine.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Needs no order with the loads of the payload: a source leaves its bytes
+  // alone until this operation has acknowledged them or is ABORTED.
   for (int p : op->binding->plan.sources) {
     const PeerPost& post = op->found[p];
     const uint64_t state = StateOf(*post.slot);
     if (state == MakeState(post.gen, Phase::kPosted)) continue;
     if (GenOf(state) == post.gen) {
-      // One-sided: the bytes are right whatever becomes of the sender.
-      if (!op->binding->all_read_me) continue;
+      // One-sided: copied bytes are right whatever becomes of the sender, and
+      // so are XLA's own in this process, where the sender waits for us.
+      const bool lasting =
+          op->binding->transport == Transport::kStaged || comm.one_process();
+      if (!op->binding->all_read_me && lasting) continue;
       // Everything that the requester waits for is there, for it was here.
       if (Help(&comm.rank(p).rw->slots[post.index], post.gen)) continue;
     }
     const CommEntry* entry = comm.PeerEntry(p);
     *failure = Echo(*op, p, entry);
+    Abort(op, *failure, comm.rank(p).world, /*final=*/true);
+    return false;
+  }
+  return true;
+}
+
+bool Agreed(Op* op, Failure* failure) {
+  Comm& comm = op->comm();
+  if (!op->binding->all_read_me || comm.one_process()) return true;
+  for (int p : op->binding->plan.sources) {
+    const PeerPost& post = op->found[p];
+    if (StateOf(*post.slot) != MakeState(post.gen, Phase::kAborted)) continue;
+    *failure = Echo(*op, p, comm.PeerEntry(p));
     Abort(op, *failure, comm.rank(p).world, /*final=*/true);
     return false;
   }
@@ -306,14 +347,21 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
   Comm& comm = op->comm();
   World& world = op->world();
   const uint64_t launch = op->key.launch;
-  if (op->at == Op::At::kExit) return false;  // success already; only drains
   auto fail = [&](Failure why, int culprit) {
     if (!Abort(op, why, culprit)) return false;
     *failure = std::move(why);
     return true;
   };
-  if (comm.Aborted(launch)) return fail(comm.Why(), comm.self().world);
   const uint64_t waited = now - op->start_ns;
+  const bool late = waited >= world.settings().timeout_ns;
+  if (op->at == Op::At::kExit) {
+    // The result is there.  Readers in this process end by themselves; one in
+    // another may be stopped, and then finds the operation aborted when it
+    // looks whether what it read was still right.
+    if (!late || comm.one_process()) return false;
+  } else if (comm.Aborted(launch)) {
+    return fail(comm.Why(), comm.self().world);
+  }
   if (op->at == Op::At::kStages) {
     const Stage& s = op->binding->plan.stages[static_cast<size_t>(op->stage)];
     for (size_t i = op->cursor; i < s.needs.size(); ++i) {
@@ -359,12 +407,13 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       }
     }
   }
-  if (waited >= world.settings().timeout_ns) {
+  if (late) {
     const std::vector<int> missing = MissingRanks(*op);
     const std::string what =
         (op->at == Op::At::kClaim
              ? "no posting slot became free, for earlier posts still await "
-             : "still missing: ") +
+         : op->at == Op::At::kExit ? "still reading: "
+                                   : "still missing: ") +
         Names(world, missing);
     return fail({ErrorKind::kDeadlineExceeded, "waited " + Seconds(waited) +
                                                    " (STRATACL_TIMEOUT); " +

@@ -159,11 +159,14 @@ void Instance::Bind(World* world, CommRegistry* comms,
     b->site = site_;
     b->operand_bytes = static_cast<uint64_t>(bytes);
     const int64_t packed = WindowLayout(spec_.leaves).back();
-    b->packed_bytes = static_cast<uint64_t>(packed);
     const bool eager =
         static_cast<uint64_t>(packed) <= world->arena().geometry().eager_bytes;
-    b->transport = !eager && b->comm->one_process() ? Transport::kDirect
-                                                    : Transport::kStaged;
+    const bool reachable =
+        b->comm->one_process()
+            ? world->settings().direct
+            : world->settings().registration != Registration::kStaged;
+    b->transport =
+        !eager && reachable ? Transport::kDirect : Transport::kStaged;
     Problem p;
     p.op = spec_.op;
     p.reduce = spec_.reduce;
@@ -183,6 +186,29 @@ void Instance::Bind(World* world, CommRegistry* comms,
     // A direct plan's stages without needs still run after the post when the
     // post must precede them; they have none of that, so they may run before.
     const auto& readers = b->plan.readers;
+    const Stage* last =
+        b->plan.stages.empty() ? nullptr : &b->plan.stages.back();
+    for (const Stage& s : b->plan.stages) {
+      for (const Reduce& r : s.reduces) {
+        b->stored_to = b->stored_to || !r.copies.empty();
+      }
+    }
+    // Symmetric: who stores to peers is stored to.  Then the last stage says
+    // that they are through with this rank's memory.
+    b->awaits_readers =
+        b->transport == Transport::kDirect &&
+        !(b->stored_to && last->reduces.empty() && last->slices.empty());
+    const auto outputs = [&](const Leaf& l) {
+      const int64_t bytes = l.count * l.element_bytes;
+      const int64_t n = static_cast<int64_t>(members.size());
+      return spec_.op == OpKind::kAllGather     ? bytes * n
+             : spec_.op == OpKind::kPsumScatter ? bytes / n
+                                                : bytes;
+    };
+    for (const Leaf& l : spec_.leaves) {
+      b->in_bytes.push_back(static_cast<uint64_t>(l.count * l.element_bytes));
+      b->out_bytes.push_back(static_cast<uint64_t>(outputs(l)));
+    }
     b->all_read_me = readers.size() + 1 == members.size() && !readers.empty();
     if (!b->all_read_me && !readers.empty()) {
       if (readers.size() > 1) {

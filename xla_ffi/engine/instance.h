@@ -51,7 +51,11 @@ struct Binding {
   bool all_read_me = false;  // readers are all others, or one, or nobody
   int one_reader = -1;
   uint64_t operand_bytes = 0;
-  uint64_t packed_bytes = 0;  // of a window that holds the operand
+  // Peers store parts of the results to this rank.
+  bool stored_to = false;
+  // Before it ends, an operation waits until all readers are through.
+  bool awaits_readers = false;
+  std::vector<uint64_t> in_bytes, out_bytes;  // by leaf
   uint64_t site = 0;
   Description description;
 

@@ -30,8 +30,22 @@ bool Reducible(DType dtype, ReduceOp op);
 void ReduceN(const void* const* srcs, int n, void* dst, int64_t count,
              DType dtype, ReduceOp op);
 
+// The same into dsts[0], and the bytes of it into the other destinations, block
+// by block while a block is in the cache.  dsts[k] equals sources exactly or
+// overlaps none.
+void ReduceToAll(const void* const* srcs, int n, void* const* dsts, int copies,
+                 int64_t count, DType dtype, ReduceOp op);
+
 // dst == src is allowed, other overlap is not.
 void CopyBytes(void* dst, const void* src, size_t bytes);
+// As CopyBytes, past the caches where the machine can: for results so large
+// that they would not stay there.
+void StreamBytes(void* dst, const void* src, size_t bytes);
+// Results from this size on are streamed.  (The C library's memcpy streams from
+// a share of the last cache on, which virtual machines report as the host's.)
+inline constexpr int64_t kStreamFrom = int64_t{2} << 20;
+// The one of the two that suits a result of this size.
+void CopyResult(void* dst, const void* src, size_t bytes);
 void ZeroBytes(void* dst, size_t bytes);
 
 enum class KernelIsa : uint8_t { kBaseline, kAvx2, kAvx512 };

@@ -66,7 +66,7 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
     uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
-    if (op->at != Op::At::kStages) {
+    if (op->at == Op::At::kClaim) {
       const bool lasts = now - begin >= kLongCreditWaitNs;
       slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
     }
@@ -200,9 +200,10 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
   Outcome end = Outcome::kPending;
   if (op->at == Op::At::kClaim) {
     if (!await(&end)) return end;
-    if (plan.window_bytes > 0 && op->window == nullptr) {
+    if (op->no_room) {
       *failure = {ErrorKind::kResourceExhausted,
-                  "the arena has no " + std::to_string(plan.window_bytes) +
+                  "the arena has no " +
+                      std::to_string(op->local().window_bytes) +
                       " bytes left for " + b->instance->Describe() +
                       "; raise STRATACL_ARENA_SPAN"};
       op->local().comm = nullptr;  // never published: nobody will read it
@@ -231,8 +232,15 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     const int stages = static_cast<int>(plan.stages.size());
     while (op->stage < stages) {
       if (!await(&end)) return end;
+      const Stage& stage = plan.stages[static_cast<size_t>(op->stage)];
+      if (!stage.reduces.empty() && !stage.reduces[0].copies.empty()) {
+        // The wait may have been long: a peer that gave up meanwhile is found
+        // before a byte is stored to it.
+        op->cursor = 0;
+        if (!await(&end)) return end;
+      }
       if (op->stage + 1 == stages) MaybeFault(FaultPoint::kMidStages);
-      detail::RunStage(*op, plan.stages[static_cast<size_t>(op->stage)]);
+      detail::RunStage(*op, stage);
       ++op->stage;
       op->cursor = 0;
       if (op->stage < stages) {
@@ -244,12 +252,12 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
       op->comm().EndOperation();
       return Outcome::kFailed;
     }
-    const bool direct = b->transport == Transport::kDirect;
+    detail::DeliverResults(*op);
     MaybeFault(FaultPoint::kBeforeAck);
-    detail::AckSources(*op, direct);
+    detail::AckSources(*op, b->awaits_readers);
     MarkDone(op->own());
     MaybeFault(FaultPoint::kAfterAck);
-    if (direct) {
+    if (b->awaits_readers) {
       op->at = Op::At::kExit;
       op->cursor = 0;
     } else {
@@ -258,6 +266,10 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     }
   }
   if (!await(&end)) return end;
+  if (!detail::Agreed(op, failure)) {
+    op->comm().EndOperation();
+    return Outcome::kFailed;
+  }
   detail::ReleaseSlot(op);
   return Finish(op);
 }

@@ -28,7 +28,8 @@ struct LocalSlot {
   void* window = nullptr;  // arena memory
   uint64_t window_bytes = 0;
   std::vector<const void*> in;
-  std::vector<void*> out;
+  std::vector<void*> out;      // where results are written
+  std::vector<void*> results;  // where XLA wants them, if that is elsewhere
 };
 
 struct RankState {
@@ -46,7 +47,7 @@ struct PeerPost {
   uint64_t gen = 0;
   const unsigned char* window = nullptr;
   const void* const* inputs = nullptr;
-  void* const* outputs = nullptr;
+  const void* const* outputs = nullptr;
 };
 
 struct Op {
@@ -67,6 +68,10 @@ struct Op {
   // Idle rule: CPU time of all processes when the stall was first seen.
   uint64_t idle_since_ns = 0, idle_cpu = 0;
   unsigned char* window = nullptr;
+  // What peers are told of a direct operation's buffers: addresses of operands,
+  // then of results, in shared memory.
+  const void** table = nullptr;
+  bool no_room = false;  // the arena could not hold what must be staged
   // Operands while there is no slot to keep them in.
   const void* const* in = nullptr;
   void* const* out = nullptr;
@@ -108,7 +113,14 @@ inline int HomeBucket(const Key& k) {
   return static_cast<int>((h >> 17) % kBuckets);
 }
 
+// Whether group position `p` is through with this rank's operation `key`.
+bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
+                const Key& key, int p);
 bool Drained(const RankState& rank, int slot);
+// Whether everybody is through with the operation of generation `gen`.
+bool SlotOver(RankState* rank, int slot, uint64_t gen);
+// Copies to the arena what peers could not read where it lies.
+void StageOutsiders(Op* op);
 bool TryClaim(Op* op);
 // World ranks that still read what a claim waits to reuse.
 std::vector<int> LateReaders(const Op& op);
@@ -123,6 +135,8 @@ int Ready(Op* op);
 int Missing(const Op& op);
 void RunStage(const Op& op, const Stage& stage);
 void ReleaseSlot(Op* op);
+// Copies results that were put together in the arena to where XLA wants them.
+void DeliverResults(const Op& op);
 void WakeReaders(const Op& op);
 void AckSources(const Op& op, bool wake);
 
@@ -133,6 +147,9 @@ bool SlowCheck(Op* op, uint64_t now_ns, Failure* failure);
 bool Abort(Op* op, const Failure& why, int culprit, bool final = false);
 // After the last stage: whether every source still stands by its post.
 bool Confirm(Op* op, Failure* failure);
+// At the end of an exit that had a deadline: whether every source stood by its
+// post to the last.
+bool Agreed(Op* op, Failure* failure);
 bool FindMismatch(Op* op, uint64_t now_ns, int position, Failure* failure);
 
 }  // namespace detail

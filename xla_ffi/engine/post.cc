@@ -1,229 +1,8 @@
-// Claiming a slot, posting, finding the peers' posts, running a stage.
-#include <algorithm>
-#include <cstring>
-
+// Posting, finding the peers' posts, running a stage.
 #include "engine/kernels.h"
 #include "engine/op.h"
 
 namespace strata::detail {
-namespace {
-
-// Whether group position `p` will not read this rank's operation `key` any
-// more: it acknowledged, its process is dead, its launch is over, or its own
-// part is aborted.  Order of reads: entry before slots, so that a slot posted
-// after the look belongs to a rank that sees its own abort before it reads.
-bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
-                const Key& key, int p) {
-  if (Acked(AckWord(control, slot, p), gen)) return true;
-  if (comm.world().Dead(comm.rank(p).process)) return true;
-  const CommEntry* e = comm.PeerEntry(p);
-  if (e == nullptr) return false;
-  if (e->ordinal.load(std::memory_order_acquire) > key.launch) return true;
-  if (e->aborted.load(std::memory_order_seq_cst) < key.launch &&
-      e->broken.load(std::memory_order_seq_cst) == 0) {
-    return false;
-  }
-  uint64_t theirs;
-  const Slot* s = FindSlot(comm, p, key, slot % kWays, &theirs);
-  return s == nullptr || StateOf(*s) == MakeState(theirs, Phase::kAborted);
-}
-
-void GiveWindowBack(LocalSlot* local) {
-  if (local->window == nullptr) return;
-  local->comm->world().arena().Free(local->window);
-  local->window = nullptr;
-  local->window_bytes = 0;
-}
-
-// Takes the slot if its last operation is over for everybody.
-bool TakeSlot(RankState* rank, int slot) {
-  LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
-  uint32_t idle = 0;
-  // acquire pairs with ReleaseSlot: the fields are those its thread left.
-  if (local.claimed.load(std::memory_order_relaxed) != 0 ||
-      !local.claimed.compare_exchange_strong(idle, 1,
-                                             std::memory_order_acquire)) {
-    return false;
-  }
-  if (local.comm != nullptr && !Drained(*rank, slot)) {
-    local.claimed.store(0, std::memory_order_release);
-    return false;
-  }
-  return true;
-}
-
-class TryLock {
- public:
-  explicit TryLock(std::atomic<uint32_t>& l)
-      : l_(l), held_(l.exchange(1, std::memory_order_acquire) == 0) {}
-  ~TryLock() {
-    if (held_) l_.store(0, std::memory_order_release);
-  }
-  bool held() const { return held_; }
-
- private:
-  std::atomic<uint32_t>& l_;
-  bool held_;
-};
-
-// Large windows go back to the arena as soon as their readers are done, not
-// when their slot is next used: the next operation then finds them warm.
-void SweepWindows(RankState* rank) {
-  const TryLock lock(rank->windows_lock);
-  if (!lock.held()) return;
-  size_t keep = 0;
-  for (int slot : rank->windows) {
-    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
-    if (TakeSlot(rank, slot)) {
-      GiveWindowBack(&local);
-      local.queued = false;
-      local.claimed.store(0, std::memory_order_release);
-    } else {
-      rank->windows[keep++] = slot;
-    }
-  }
-  rank->windows.resize(keep);
-}
-
-}  // namespace
-
-bool Drained(const RankState& rank, int slot) {
-  const LocalSlot& local = rank.slots[static_cast<size_t>(slot)];
-  const uint64_t gen = local.gen.load(std::memory_order_relaxed);
-  auto done = [&](int p) {
-    return ReaderDone(*local.comm, rank.control, slot, gen, local.key, p);
-  };
-  if (!local.all_read) return local.one_reader < 0 || done(local.one_reader);
-  const int n = local.comm->size();
-  for (int p = 0; p < n; ++p) {
-    if (p != local.comm->me() && !done(p)) return false;
-  }
-  return true;
-}
-
-std::vector<int> LateReaders(const Op& op) {
-  const Binding* b = op.binding;
-  RankState* rank = op.state;
-  std::vector<int> late;
-  auto look = [&](int slot) {
-    LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
-    uint32_t idle = 0;
-    // Held while it is looked at, so that nobody rewrites it meanwhile.
-    if (!local.claimed.compare_exchange_strong(idle, 1,
-                                               std::memory_order_acquire)) {
-      return;
-    }
-    if (const Comm* comm = local.comm; comm != nullptr) {
-      const uint64_t gen = local.gen.load(std::memory_order_relaxed);
-      for (int p = 0; p < comm->size(); ++p) {
-        const bool reads =
-            local.all_read ? p != comm->me() : p == local.one_reader;
-        const int world = comm->rank(p).world;
-        if (reads && std::find(late.begin(), late.end(), world) == late.end() &&
-            !ReaderDone(*comm, rank->control, slot, gen, local.key, p)) {
-          late.push_back(world);
-        }
-      }
-    }
-    local.claimed.store(0, std::memory_order_release);
-  };
-  // The execution whose credit is due, else (the table is full) every slot.
-  const uint64_t n = b->count.load(std::memory_order_relaxed);
-  const int due = b->past[n % kWays].slot.load(std::memory_order_relaxed);
-  if (due >= 0) look(due);
-  for (int s = 0; s < kSlots && late.empty(); ++s) look(s);
-  return late;
-}
-
-bool TryClaim(Op* op) {
-  Binding* b = op->binding;
-  RankState* rank = op->state;
-  const uint64_t n = b->count.load(std::memory_order_relaxed);
-  // Credit: at most kWays operations of one instance await their readers.
-  auto& past = b->past[n % kWays];
-  const int before = past.slot.load(std::memory_order_relaxed);
-  if (before >= 0) {
-    LocalSlot& old = rank->slots[static_cast<size_t>(before)];
-    if (old.gen.load(std::memory_order_acquire) ==
-        past.gen.load(std::memory_order_relaxed)) {
-      if (!TakeSlot(rank, before)) {
-        // Another binding may hold it by now; then its operation was drained.
-        if (old.gen.load(std::memory_order_acquire) ==
-            past.gen.load(std::memory_order_relaxed)) {
-          return false;
-        }
-      } else {
-        old.claimed.store(0, std::memory_order_release);
-      }
-    }
-  }
-  const int home = HomeBucket(op->key);
-  const int first = static_cast<int>(n & 1);
-  const int order[kWays] = {first, first ^ 1, 2, 3};
-  int slot = -1;
-  bool displaced = false;
-  for (int w = 0; w < kWays && slot < 0; ++w) {
-    if (TakeSlot(rank, home * kWays + order[w])) slot = home * kWays + order[w];
-  }
-  for (int d = 1; d < kBuckets && slot < 0; ++d) {
-    for (int w = 0; w < kWays && slot < 0; ++w) {
-      const int s = (home + d) % kBuckets * kWays + w;
-      if (TakeSlot(rank, s)) {
-        slot = s;
-        displaced = true;
-      }
-    }
-  }
-  if (slot < 0) return false;
-  LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
-  Recycle(&rank->control->slots[slot]);
-  if (displaced != local.displaced) {
-    // seq_cst: a reader that misses the post in its home bucket and then reads
-    // a zero here would have to be ordered before this, hence before Publish.
-    if (displaced) {
-      rank->control->displaced.fetch_add(1, std::memory_order_seq_cst);
-    } else {
-      rank->control->displaced.fetch_sub(1, std::memory_order_seq_cst);
-    }
-    local.displaced = displaced;
-  }
-  const uint64_t window_bytes = static_cast<uint64_t>(b->plan.window_bytes);
-  Arena& arena = op->world().arena();
-  if (!local.queued) GiveWindowBack(&local);
-  if (window_bytes == 0) {
-    op->window = nullptr;
-  } else if (window_bytes <= kInlineBytes) {
-    op->window = rank->control->slots[slot].inline_payload;
-  } else if (window_bytes <= arena.geometry().eager_bytes) {
-    op->window = arena.Payload(rank->control, slot);
-  } else {
-    SweepWindows(rank);
-    if (local.window_bytes < window_bytes) GiveWindowBack(&local);
-    if (local.window == nullptr) {
-      local.window = arena.Allocate(window_bytes);
-      local.window_bytes = window_bytes;
-      Count(op->world().counters().windows);
-    }
-    op->window = static_cast<unsigned char*>(local.window);
-  }
-  op->slot = slot;
-  op->gen = local.gen.load(std::memory_order_relaxed) + 1;
-  local.gen.store(op->gen, std::memory_order_release);
-  past.slot.store(slot, std::memory_order_relaxed);
-  past.gen.store(op->gen, std::memory_order_relaxed);
-  b->count.store(n + 1, std::memory_order_relaxed);
-  local.comm = b->comm;
-  local.key = op->key;
-  local.all_read = b->all_read_me;
-  local.one_reader = b->one_reader;
-  const size_t leaves = b->instance->spec().leaves.size();
-  local.in.assign(op->in, op->in + leaves);
-  local.out.assign(op->out, op->out + leaves);
-  op->in = local.in.data();
-  op->out = local.out.data();
-  return true;
-}
-
 void Post(Op* op) {
   Binding* b = op->binding;
   Slot* s = op->own();
@@ -232,7 +11,7 @@ void Post(Op* op) {
     RunStage(*op, b->plan.stages[static_cast<size_t>(op->stage)]);
   }
   if (b->transport == Transport::kDirect) {
-    Count(counters.direct_bytes, b->operand_bytes);
+    StageOutsiders(op);
   } else if (static_cast<uint64_t>(b->plan.window_bytes) >
              op->world().arena().geometry().eager_bytes) {
     Count(counters.staged_bytes, b->operand_bytes);
@@ -241,13 +20,20 @@ void Post(Op* op) {
   }
   WriteKey(s, op->key, b->description);
   const LocalSlot& local = op->local();
-  // Published by the state word; a window inside the slot needs no address.
-  s->window.store(
-      local.window == op->window ? reinterpret_cast<uint64_t>(op->window) : 0,
-      std::memory_order_relaxed);
-  s->inputs.store(reinterpret_cast<uint64_t>(local.in.data()),
+  // Published by the state word.  The post itself says where its bytes are: a
+  // reader that nobody reads has a plan without a window and cannot know.
+  uint64_t window = kWindowInline;
+  if (op->window != nullptr && op->window == local.window) {
+    window = reinterpret_cast<uint64_t>(op->window);
+  } else if (static_cast<uint64_t>(b->plan.window_bytes) > kInlineBytes) {
+    window = kWindowPayload;
+  }
+  s->window.store(window, std::memory_order_relaxed);
+  s->inputs.store(reinterpret_cast<uint64_t>(op->table),
                   std::memory_order_relaxed);
-  s->outputs.store(reinterpret_cast<uint64_t>(local.out.data()),
+  s->outputs.store(op->table == nullptr ? 0
+                                        : reinterpret_cast<uint64_t>(
+                                              op->table + local.in.size()),
                    std::memory_order_relaxed);
   Publish(s, op->gen, static_cast<uint64_t>(op->stage));
   WakeReaders(*op);
@@ -281,19 +67,36 @@ bool Find(const Op& op, int position, PeerPost* post) {
   post->index = static_cast<int>(s - c->slots);
   post->gen = gen;
   const uint64_t window = s->window.load(std::memory_order_relaxed);
-  // The size of the peer's window, not of ours: who only receives has none.
-  const uint64_t bytes = op.binding->packed_bytes;
   post->window =
-      window != 0 ? reinterpret_cast<const unsigned char*>(window)
-      : bytes <= kInlineBytes
-          ? s->inline_payload
-          : op.world().arena().Payload(const_cast<Control*>(c), post->index);
+      window == kWindowInline ? s->inline_payload
+      : window == kWindowPayload
+          ? op.world().arena().Payload(const_cast<Control*>(c), post->index)
+          : reinterpret_cast<const unsigned char*>(window);
   post->inputs = reinterpret_cast<const void* const*>(
       s->inputs.load(std::memory_order_relaxed));
-  post->outputs = reinterpret_cast<void* const*>(
+  post->outputs = reinterpret_cast<const void* const*>(
       s->outputs.load(std::memory_order_relaxed));
   return true;
 }
+
+namespace {
+
+// Tells the registrar which memory of a peer is about to be used.
+void Reach(const Op& op, int position) {
+  const Rank& rank = op.comm().rank(position);
+  const Binding& b = *op.binding;
+  const PeerPost& post = op.found[position];
+  if (rank.process == op.comm().self().process) return;
+  Registrar& registrar = op.world().registrar();
+  for (size_t i = 0; i < b.in_bytes.size(); ++i) {
+    registrar.Use(rank.process, post.inputs[i], b.in_bytes[i]);
+    if (b.stored_to) {
+      registrar.Use(rank.process, post.outputs[i], b.out_bytes[i]);
+    }
+  }
+}
+
+}  // namespace
 
 int Ready(Op* op) {
   if (op->at == Op::At::kClaim) return TryClaim(op) ? 1 : 0;
@@ -325,7 +128,10 @@ int Ready(Op* op) {
   for (; op->cursor < stage.needs.size(); ++op->cursor) {
     const int p = stage.needs[op->cursor];
     PeerPost& post = op->found[p];
-    if (post.slot == nullptr && !Find(*op, p, &post)) return 0;
+    if (post.slot == nullptr) {
+      if (!Find(*op, p, &post)) return 0;
+      if (op->binding->transport == Transport::kDirect) Reach(*op, p);
+    }
     // A request to abort is not an abort: Confirm decides.
     if (StateOf(*post.slot) == MakeState(post.gen, Phase::kAborted)) return -1;
     if (required > 0 && Progress(*post.slot) < required) return 0;
@@ -369,25 +175,40 @@ void RunStage(const Op& op, const Stage& stage) {
     }
     return nullptr;
   };
-  // Every stage so far writes its own rank's memory only.
   auto write = [&](const Addr& a) -> unsigned char* {
     return (a.space == Space::kWindow
                 ? op.window
                 : static_cast<unsigned char*>(op.out[a.buffer])) +
            a.offset;
   };
+  // A peer's result is written through the engine's own view of its memory.
+  auto store = [&](const Addr& a) -> unsigned char* {
+    void* at = const_cast<void*>(op.found[a.rank].outputs[a.buffer]);
+    return static_cast<unsigned char*>(op.world().arena().WritableAt(
+               op.comm().rank(a.rank).process, at)) +
+           a.offset;
+  };
   for (const Slice& s : stage.slices) {
     if (s.src.space == Space::kZero) {
       ZeroBytes(write(s.dst), static_cast<size_t>(s.bytes));
     } else {
-      CopyBytes(write(s.dst), read(s.src), static_cast<size_t>(s.bytes));
+      const auto bytes = static_cast<size_t>(s.bytes);
+      if (s.dst.space == Space::kOutput) {
+        CopyResult(write(s.dst), read(s.src), bytes);
+      } else {
+        CopyBytes(write(s.dst), read(s.src), bytes);
+      }
     }
   }
   const void* srcs[kMaxRanks];
+  void* dsts[kMaxRanks];
   for (const Reduce& r : stage.reduces) {
     const int n = static_cast<int>(r.srcs.size());
     for (int i = 0; i < n; ++i) srcs[i] = read(r.srcs[static_cast<size_t>(i)]);
-    ReduceN(srcs, n, write(r.dst), r.count, r.dtype, r.op);
+    dsts[0] = write(r.dst);
+    int copies = 1;
+    for (const Addr& a : r.copies) dsts[copies++] = store(a);
+    ReduceToAll(srcs, n, dsts, copies, r.count, r.dtype, r.op);
   }
 }
 
@@ -411,29 +232,9 @@ void AckSources(const Op& op, bool wake) {
     Ack(AckWord(comm.rank(p).rw, post.index, comm.me()), post.gen);
   }
   if (!wake) return;
-  // The acknowledgement (release) and the mask form a store-load race with the
-  // owner's Arm; here the owner sleeps for it, so it is ordered.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  AcksBeforeMasks();  // here the owner sleeps for them
   for (int p : op.binding->plan.sources) {
     if (NeedsWake(comm.rank(p).shadow, bit)) Wake(comm.rank(p).rw, bit);
-  }
-}
-
-void ReleaseSlot(Op* op) {
-  LocalSlot& local = op->local();
-  const bool large = local.window != nullptr && !local.queued;
-  if (large) local.queued = true;
-  const int slot = op->slot;
-  RankState* rank = op->state;
-  local.claimed.store(0, std::memory_order_release);
-  if (!large) return;
-  for (;;) {
-    const TryLock lock(rank->windows_lock);
-    if (lock.held()) {
-      rank->windows.push_back(slot);
-      return;
-    }
-    CpuRelax();
   }
 }
 

@@ -45,6 +45,7 @@ Allocator::Allocator(size_t bytes)
   if (granules_ == 0) return;
   const uint32_t b = NewBlock();
   blocks_[b].count = granules_;
+  last_ = b;
   block_at_[0] = b + 1;
   Insert(b);
 }
@@ -111,7 +112,11 @@ void Allocator::Split(uint32_t b, uint32_t count) {
   tail.count = block.count - count;
   tail.before = b;
   tail.after = block.after;
-  if (block.after != kNil) blocks_[block.after].before = rest;
+  if (block.after != kNil) {
+    blocks_[block.after].before = rest;
+  } else {
+    last_ = rest;
+  }
   block.after = rest;
   block.count = count;
   block_at_[tail.start] = rest + 1;
@@ -168,6 +173,41 @@ size_t Allocator::Allocate(size_t bytes, size_t alignment) {
   return size_t{blocks_[b].start} * kGranule;
 }
 
+size_t Allocator::TakeTail(size_t keep, size_t* begin, size_t* end) {
+  Guard guard(lock_);
+  const size_t high = high_.load(std::memory_order_relaxed);
+  *begin = *end = high;
+  const uint32_t b = last_;
+  if (!blocks_[b].free) return kFull;
+  const uint32_t from = static_cast<uint32_t>(
+      std::max<size_t>((keep + kGranule - 1) / kGranule, blocks_[b].start));
+  const uint32_t to = static_cast<uint32_t>(high / kGranule);
+  if (from >= to) return kFull;
+  Remove(b);
+  uint32_t tail = b;
+  if (from > blocks_[b].start) {
+    Split(b, from - blocks_[b].start);
+    tail = blocks_[b].after;
+    Remove(tail);
+    Insert(b);
+  }
+  if (to < granules_) Split(tail, to - from);
+  used_.store(used_.load(std::memory_order_relaxed) +
+                  size_t{blocks_[tail].count} * kGranule,
+              std::memory_order_relaxed);
+  *begin = size_t{from} * kGranule;
+  *end = size_t{to} * kGranule;
+  return *begin;
+}
+
+void Allocator::LowerHighWater(size_t offset) {
+  Guard guard(lock_);
+  if (blocks_[last_].free &&
+      size_t{blocks_[last_].start} * kGranule <= offset) {
+    high_.store(offset, std::memory_order_relaxed);
+  }
+}
+
 void Allocator::Free(size_t offset) {
   Guard guard(lock_);
   const uint32_t at = block_at_[offset / kGranule];
@@ -184,6 +224,8 @@ void Allocator::Free(size_t offset) {
     blocks_[left].after = blocks_[right].after;
     if (blocks_[right].after != kNil) {
       blocks_[blocks_[right].after].before = left;
+    } else {
+      last_ = left;
     }
     spare_.push_back(right);
   };

@@ -29,6 +29,13 @@ class Allocator {
   // Bytes of the block that starts at `offset`, as rounded up.
   size_t SizeOf(size_t offset) const;
 
+  // Takes the free end of the range, from `keep` or from where it begins,
+  // whichever is later, up to the high-water mark; kFull if there is none.
+  // *begin and *end: what was taken, or the high-water mark twice.
+  size_t TakeTail(size_t keep, size_t* begin, size_t* end);
+  // After Free of a tail: nothing past `offset` holds memory.
+  void LowerHighWater(size_t offset);
+
   size_t used() const { return used_.load(std::memory_order_relaxed); }
   size_t high_water() const { return high_.load(std::memory_order_relaxed); }
   // Walks every block; throws std::logic_error where an invariant is broken.
@@ -63,6 +70,7 @@ class Allocator {
   uint32_t first_map_ = 0;
   uint32_t second_map_[kFirst] = {};
   uint32_t heads_[kFirst][1 << kSecondBits];
+  uint32_t last_ = 0;  // the block that ends the range
   std::atomic<size_t> used_{0}, high_{0};
   mutable std::atomic<uint32_t> lock_{0};
 };

@@ -15,6 +15,13 @@
 #ifndef MAP_FIXED_NOREPLACE
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -76,12 +83,13 @@ std::vector<uint64_t> CandidateBases() {
   for (uint64_t i = 0; i < 4; ++i) bases.push_back((64 + 64 * i) << 30);
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x200000000000 + (i << 41));
 #else
-#if defined(__SANITIZE_THREAD__)
+#if STRATACL_TSAN
   // ThreadSanitizer keeps application memory to a few fixed ranges; this is
   // its heap-mapping range on x86-64.
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x7e8000000000 + (i << 36));
 #endif
-  for (uint64_t i = 0; i < 16; ++i) bases.push_back(0x200000000000 + (i << 41));
+  // A process that left the fabric keeps its old range for its arrays.
+  for (uint64_t i = 0; i < 36; ++i) bases.push_back(0x200000000000 + (i << 41));
 #endif
   return bases;
 }
@@ -146,14 +154,28 @@ Arena::Arena(int process, int processes, uint64_t base, size_t span,
 }
 
 Arena::~Arena() {
-  for (int p = 0; p < processes_; ++p) {
-    if (p != process_ && alias_[static_cast<size_t>(p)] != nullptr) {
-      munmap(alias_[static_cast<size_t>(p)], heap_offset_);
-    }
-  }
-  munmap(reinterpret_cast<void*>(base_),
-         span_ * static_cast<size_t>(processes_));
+  Detach();
+  munmap(reinterpret_cast<void*>(Start(process_)), span_);
   if (memfd_ >= 0) close(memfd_);
+}
+
+void Arena::Detach() {
+  if (detached_) return;
+  detached_ = true;
+  quarantine_.Seal();
+  for (int p = 0; p < processes_; ++p) {
+    if (p == process_) continue;
+    munmap(reinterpret_cast<void*>(Start(p)), span_);
+    auto*& alias = alias_[static_cast<size_t>(p)];
+    if (alias != nullptr) munmap(alias, span_);
+    alias = nullptr;
+  }
+  // The posting tables; nobody looks at them any more.
+  if (memfd_ >= 0) {
+    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+              static_cast<off_t>(heap_offset_));
+  }
+  Trim(0);
 }
 
 void Arena::Attach(int p, int fd) {
@@ -171,13 +193,12 @@ void Arena::Attach(int p, int fd) {
                 "cannot map the arena of process " + std::to_string(p) + ": " +
                     Errno());
   }
-  // Only the control blocks: nothing else of a peer is ever written.
-  void* alias = mmap(nullptr, heap_offset_, PROT_READ | PROT_WRITE,
+  void* alias = mmap(nullptr, span_, PROT_READ | PROT_WRITE,
                      MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (alias == MAP_FAILED) {
     throw Error(ErrorKind::kResourceExhausted,
-                "cannot map the control block of process " + std::to_string(p) +
-                    ": " + Errno());
+                "cannot map the arena of process " + std::to_string(p) +
+                    " for stores: " + Errno());
   }
   alias_[static_cast<size_t>(p)] = static_cast<unsigned char*>(alias);
 }
@@ -194,14 +215,61 @@ Control* Arena::Writable(int p, int local) const {
 }
 
 void* Arena::Allocate(size_t bytes) {
+  if (limit_ != 0 && allocator_->used() + bytes > limit_) return nullptr;
   const size_t offset = allocator_->Allocate(bytes);
   if (offset == Allocator::kFull) return nullptr;
+  // relaxed: a hint to the registrar, which looks at the mark itself.
+  if (offset + bytes > ring_above_.load(std::memory_order_relaxed)) {
+    ring_above_.store(~size_t{0}, std::memory_order_relaxed);
+    RingExtents(Writable(process_, 0));
+  }
   return reinterpret_cast<void*>(Start(process_) + heap_offset_ + offset);
 }
 
 void Arena::Free(void* p) {
   allocator_->Free(reinterpret_cast<uint64_t>(p) - Start(process_) -
                    heap_offset_);
+}
+
+void Arena::FreeForXla(void* p) {
+  if (!quarantine_.Keeps(p, quarantine_.holding() ? SizeOf(p) : 0)) Free(p);
+}
+
+size_t Arena::SizeOf(const void* p) const {
+  return allocator_->SizeOf(reinterpret_cast<uint64_t>(p) - heap_begin());
+}
+
+void Arena::Warm(size_t begin, size_t end) {
+  void* at = reinterpret_cast<void*>(heap_begin() + begin);
+  // Each is a help and no more: without it pages come when they are touched.
+  if (madvise(at, end - begin, MADV_POPULATE_WRITE) == 0) {
+    madvise(at, end - begin, MADV_COLLAPSE);
+  }
+}
+
+void Arena::Populate(int p, size_t begin, size_t end) {
+  madvise(reinterpret_cast<void*>(HeapOf(p) + begin), end - begin,
+          MADV_POPULATE_READ);
+  madvise(alias_[static_cast<size_t>(p)] + heap_offset_ + begin, end - begin,
+          MADV_POPULATE_WRITE);
+}
+
+size_t Arena::Trim(size_t keep) {
+  // Taken out of the allocator while its pages go, so that nobody gets it.
+  size_t begin, end;
+  const size_t block = allocator_->TakeTail(keep, &begin, &end);
+  if (block == Allocator::kFull) return end;
+  if (memfd_ >= 0) {
+    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+              static_cast<off_t>(heap_offset_ + begin),
+              static_cast<off_t>(end - begin));
+  } else {
+    madvise(reinterpret_cast<void*>(heap_begin() + begin), end - begin,
+            MADV_DONTNEED);
+  }
+  allocator_->Free(block);
+  allocator_->LowerHighWater(begin);
+  return begin;
 }
 
 bool Arena::Contains(const void* p, size_t bytes) const {

@@ -2,7 +2,7 @@
 // p's arena has the same address in every process of the job on this host
 // (shadow address); there it is read-only, except to its owner.  A second,
 // writable view (alias) of a peer's arena is private to the engine, which
-// writes acknowledgements and doorbells through it and nothing else.
+// writes acknowledgements, doorbells and parts of results through it.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fabric/allocator.h"
+#include "fabric/quarantine.h"
 #include "fabric/signals.h"
 
 namespace strata {
@@ -56,11 +57,44 @@ class Arena {
            static_cast<size_t>(slot) * geometry_.payload_stride;
   }
 
-  // Window memory of this process; nullptr when the span is used up.
+  // Memory of this process; nullptr when span or limit is used up.
   void* Allocate(size_t bytes);
   void Free(void* p);
+  // As Free, for blocks that XLA held: one that a peer may still store to
+  // stays until that is over.
+  void FreeForXla(void* p);
+  size_t SizeOf(const void* p) const;
   bool Contains(const void* p, size_t bytes) const;
+  uint64_t heap_begin() const { return Start(process_) + heap_offset_; }
+  uint64_t heap_end() const { return Start(process_) + span_; }
   const Allocator& allocator() const { return *allocator_; }
+  // Allocating past this heap offset rings the registrar.
+  void RingAbove(size_t offset) {
+    ring_above_.store(offset, std::memory_order_relaxed);
+  }
+  // Bytes that may be in use; 0 = no limit.
+  void set_limit(size_t bytes) { limit_ = bytes; }
+  size_t limit() const { return limit_; }
+  Quarantine& quarantine() { return quarantine_; }
+
+  // The engine's view of an address in the heap of process p.
+  void* WritableAt(int p, void* shadow) const {
+    return p == process_ ? shadow
+                         : alias_[static_cast<size_t>(p)] +
+                               (reinterpret_cast<uint64_t>(shadow) - Start(p));
+  }
+  uint64_t HeapOf(int p) const { return Start(p) + heap_offset_; }
+
+  // Ahead of use (the registrar calls these).  Pages of [begin, end), offsets
+  // in the heap: of the own one, present and huge; of a peer's, mapped here.
+  void Warm(size_t begin, size_t end);
+  void Populate(int p, size_t begin, size_t end);
+  // Gives back the memory of free pages past `keep` bytes; returns the end of
+  // what is left.
+  size_t Trim(size_t keep);
+
+  // The fabric is left: peers are unmapped, own blocks stay where they are.
+  void Detach();
 
  private:
   uint64_t Start(int p) const { return base_ + span_ * static_cast<size_t>(p); }
@@ -73,6 +107,10 @@ class Arena {
   int memfd_ = -1;
   std::vector<unsigned char*> alias_;
   std::unique_ptr<Allocator> allocator_;
+  size_t limit_ = 0;
+  std::atomic<size_t> ring_above_{~size_t{0}};
+  Quarantine quarantine_;
+  bool detached_ = false;
 };
 
 }  // namespace strata

@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <climits>
 
 namespace strata {
@@ -80,6 +81,22 @@ void WakeAll(Control* rw) {
   rw->bell.fetch_add(1, std::memory_order_seq_cst);
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rw->bell), FUTEX_WAKE,
           INT_MAX, nullptr, nullptr, 0);
+}
+
+void RingExtents(Control* rw) {
+  rw->extent_bell.fetch_add(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rw->extent_bell), FUTEX_WAKE,
+          INT_MAX, nullptr, nullptr, 0);
+}
+
+bool SleepExtents(Control* own, uint32_t seen, uint64_t nanoseconds) {
+  timespec t;
+  t.tv_sec = static_cast<time_t>(nanoseconds / 1000000000u);
+  t.tv_nsec = static_cast<long>(nanoseconds % 1000000000u);
+  const long r =
+      syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own->extent_bell),
+              FUTEX_WAIT, seen, &t, nullptr, 0);
+  return r == 0 || errno != ETIMEDOUT;
 }
 
 uint64_t NowNs() {

@@ -28,6 +28,8 @@
 //     which follows its Find/Progress loads, and Help (CAS back to POSTED).
 //     One of the two CAS wins: the operation is aborted or it goes on, for all.
 //   Comm entry: ordinal, aborted release -> acquire; read on slow paths only.
+//   AnnounceExtent: extent_end  release   ->  ExtentOf()            acquire
+//     a hint: memory beyond it works as well, so no race matters.
 //   Arm: bell is read, wait_mask |= bit, then the condition is read again, all
 //     seq_cst  ->  Wake: (after the condition's seq_cst store) wait_mask
 //     seq_cst, then bell+1.  The bell is read first: a ring for an older event
@@ -37,6 +39,17 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__SANITIZE_THREAD__)
+#define STRATACL_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STRATACL_TSAN 1
+#endif
+#endif
+#ifndef STRATACL_TSAN
+#define STRATACL_TSAN 0
+#endif
 
 namespace strata {
 
@@ -84,11 +97,16 @@ struct Description {
 
 inline constexpr uint64_t kDone = ~uint64_t{0};
 
+// Values of Slot::window; any other is an address in the owner's arena.
+inline constexpr uint64_t kWindowInline = 0;  // inside the slot
+inline constexpr uint64_t kWindowPayload =
+    1;  // the slot's room behind the table
+
 struct alignas(64) Slot {
   // line 0: what a reader needs to match and to find the bytes
   std::atomic<uint64_t> state;
   std::atomic<uint64_t> comm, site, launch, instance;
-  std::atomic<uint64_t> window;   // address in the owner's arena; 0 = in place
+  std::atomic<uint64_t> window;   // where the bytes are, see kWindow* below
   std::atomic<uint64_t> inputs;   // address of the owner's pointer table, for
   std::atomic<uint64_t> outputs;  //   peers in the same address space only
   // line 1: a payload of at most kInlineBytes
@@ -120,6 +138,10 @@ struct Control {
   std::atomic<uint64_t> cpu_ns;
   alignas(64) std::atomic<uint64_t> wait_mask;
   std::atomic<uint32_t> bell;
+  // how many bytes of the process's heap are present (first rank only), and
+  // the bell of its registrar
+  alignas(64) std::atomic<uint64_t> extent_end;
+  std::atomic<uint32_t> extent_bell;
   alignas(64) std::atomic<uint64_t> displaced;  // posts that live outside their
                                                 // home bucket
   Slot slots[kSlots];
@@ -170,8 +192,22 @@ inline uint64_t Progress(const Slot& s) {
 inline uint64_t StateOf(const Slot& s) {
   return s.state.load(std::memory_order_seq_cst);
 }
+#if STRATACL_TSAN
+// ThreadSanitizer knows no fences.  Here every acknowledgement is seq_cst by
+// itself: the same guarantee, for a full barrier each instead of one for all.
+inline constexpr std::memory_order kAckOrder = std::memory_order_seq_cst;
+inline void AcksBeforeMasks() {}
+#else
+inline constexpr std::memory_order kAckOrder = std::memory_order_release;
+// Between the acknowledgements of an operation and the loads of the owners'
+// wait masks, where owners sleep for them: one half of a store-load race, the
+// other half is Arm.
+inline void AcksBeforeMasks() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+#endif
 inline void Ack(std::atomic<uint32_t>& word, uint64_t gen) {
-  word.store(static_cast<uint32_t>(gen), std::memory_order_release);
+  word.store(static_cast<uint32_t>(gen), kAckOrder);
 }
 inline bool Acked(const std::atomic<uint32_t>& word, uint64_t gen) {
   return word.load(std::memory_order_acquire) == static_cast<uint32_t>(gen);
@@ -218,6 +254,21 @@ inline bool NeedsWake(const Control* peer, uint64_t my_bit) {
 void Wake(Control* peer_rw, uint64_t my_bit);
 // Wakes whoever sleeps on that rank, whatever it waits for.
 void WakeAll(Control* rw);
+
+// Registration.  The bell is read before the words it stands for are looked
+// at, so a ring in between ends the next sleep at once.
+inline void AnnounceExtent(Control* own, uint64_t end) {
+  own->extent_end.store(end, std::memory_order_release);
+}
+inline uint64_t ExtentOf(const Control* c) {
+  return c->extent_end.load(std::memory_order_acquire);
+}
+inline uint32_t ArmExtents(const Control* own) {
+  return own->extent_bell.load(std::memory_order_seq_cst);
+}
+void RingExtents(Control* rw);
+// False if the time was over first.
+bool SleepExtents(Control* own, uint32_t seen, uint64_t nanoseconds);
 
 uint64_t NowNs();
 

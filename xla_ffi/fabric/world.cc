@@ -41,7 +41,14 @@ World::World(std::unique_ptr<Arena> arena, const Settings& settings)
   WatchForks();
 }
 
-World::~World() {
+std::unique_ptr<Arena> World::TakeArena() {
+  EndThreads();
+  arena_->Detach();
+  return std::move(arena_);
+}
+
+void World::EndThreads() {
+  registrar_.reset();
   stop_.store(true, std::memory_order_relaxed);
   if (monitor_.joinable()) {
     const uint64_t one = 1;
@@ -50,6 +57,10 @@ World::~World() {
     }
     monitor_.join();
   }
+}
+
+World::~World() {
+  EndThreads();
   if (stop_event_ >= 0) close(stop_event_);
   for (int fd : pidfds_) {
     if (fd >= 0) close(fd);
@@ -88,6 +99,8 @@ void World::Start(const std::vector<std::pair<int, int64_t>>& ranks,
     by_device_[device] = r.world;
     ranks_.push_back(r);
   }
+  registrar_ = std::make_unique<Registrar>(
+      arena_.get(), settings_.registration == Registration::kOnAllocation);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   monitor_ = std::thread([this] { Monitor(); });
 }
@@ -138,6 +151,7 @@ void World::Monitor() {
       mine->beat_ns.store(NowNs(), std::memory_order_release);
     }
     const int n = poll(fds.data(), fds.size(), 250);
+    arena_->quarantine().Sweep([this](void* p) { arena_->Free(p); });
     if (n <= 0) continue;
     for (size_t i = 1; i < fds.size(); ++i) {
       if (fds[i].revents != 0) {

@@ -14,9 +14,17 @@
 
 #include "fabric/arena.h"
 #include "fabric/errors.h"
+#include "fabric/registrar.h"
 #include "fabric/signals.h"
 
 namespace strata {
+
+// How an operand too large for a post reaches peers of other processes.
+enum class Registration : int {
+  kStaged = 0,        // copied to a window, piece by piece
+  kOnAllocation = 1,  // in memory that peers have mapped ahead of its use
+  kJustInTime = 2,    // in memory that peers map when they first need it
+};
 
 struct Settings {
   uint64_t timeout_ns = 300ull * 1000000000u;
@@ -26,6 +34,8 @@ struct Settings {
   uint64_t inplace_ns = 300000;  // a handler waits in place at most this long
   size_t chunk_bytes = 256 << 10;
   int algorithm = 0;  // Algorithm::kAuto
+  Registration registration = Registration::kStaged;
+  bool direct = true;  // ranks of one process read XLA's own buffers
   bool trace = false;
 };
 
@@ -43,6 +53,9 @@ struct Rank {
 struct Counters {
   std::atomic<uint64_t> operations{0}, inplace{0}, deferred{0};
   std::atomic<uint64_t> eager_bytes{0}, staged_bytes{0}, direct_bytes{0};
+  // Of the staged bytes: operands outside the arena in spite of a direct mode;
+  // results outside it, which peers could not store to.
+  std::atomic<uint64_t> outside_bytes{0}, outside_result_bytes{0};
   std::atomic<uint64_t> sleeps{0}, wakes{0}, aborts{0};
   std::atomic<uint64_t> windows{0};
 };
@@ -63,6 +76,10 @@ class World {
              bool divergent_programs);
 
   Arena& arena() const { return *arena_; }
+  Registrar& registrar() const { return *registrar_; }
+  // Ends the threads and gives the arena up, detached from its peers; blocks
+  // that XLA still holds stay valid.
+  std::unique_ptr<Arena> TakeArena();
   const Settings& settings() const { return settings_; }
   Settings& mutable_settings() { return settings_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -85,8 +102,10 @@ class World {
 
  private:
   void Monitor();
+  void EndThreads();
 
   std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Registrar> registrar_;
   Settings settings_;
   std::vector<Rank> ranks_;
   std::unordered_map<int64_t, int> by_device_;

@@ -95,7 +95,10 @@ nb::dict ToPython(const Reduce& reduce) {
   for (const Addr& src : reduce.srcs) srcs.append(ToPython(src));
   nb::dict d;
   d["srcs"] = srcs;
+  nb::list copies;
+  for (const Addr& copy : reduce.copies) copies.append(ToPython(copy));
   d["dst"] = ToPython(reduce.dst);
+  d["copies"] = copies;
   d["count"] = reduce.count;
   d["dtype"] = static_cast<int>(reduce.dtype);
   d["op"] = NameOf(reduce.op);

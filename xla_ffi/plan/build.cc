@@ -152,6 +152,8 @@ Plan BuildLocal(const Problem& problem, const Packing& packing) {
 Algorithm SelectAlgorithm(const Problem& problem) {
   if (problem.op != OpKind::kPsum) return Algorithm::kOneShot;
   if (problem.algorithm != Algorithm::kAuto) return problem.algorithm;
+  // Direct, both meet twice (one-shot at its exit), and two-phase moves less.
+  if (problem.transport == Transport::kDirect) return Algorithm::kTwoPhase;
   // Two ranks read the same bytes either way, so one rendezvous less wins.
   int64_t bytes = 0;
   for (const Leaf& leaf : problem.leaves) {

@@ -136,7 +136,9 @@ std::string Describe(const Plan& plan) {
       for (size_t i = 0; i < reduce.srcs.size(); ++i) {
         out << (i > 0 ? ", " : "") << Text(reduce.srcs[i]);
       }
-      out << " -> " << Text(reduce.dst) << "\n";
+      out << " -> " << Text(reduce.dst);
+      for (const Addr& copy : reduce.copies) out << ", " << Text(copy);
+      out << "\n";
     }
   }
   return out.str();

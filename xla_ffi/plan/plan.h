@@ -45,10 +45,12 @@ struct Slice {
 
 // dst[i] = (((srcs[0][i] + srcs[1][i]) + srcs[2][i]) + ...), accumulated in the
 // accumulation type and rounded once.  dst may equal one of the srcs exactly;
-// it never overlaps one in part.
+// it never overlaps one in part.  `copies` are stores to peers: they get the
+// bytes of dst, element by element after all srcs of the element were read.
 struct Reduce {
   std::vector<Addr> srcs;
   Addr dst;
+  std::vector<Addr> copies;
   int64_t count = 0;  // elements
   DType dtype = DType::kF32;
   ReduceOp op = ReduceOp::kSum;
@@ -88,14 +90,15 @@ struct Leaf {
 // How a peer reaches an operand.
 enum class Transport : uint8_t {
   kStaged,  // operands are copied to the window, peers read the window
-  kDirect,  // peers read Space::kInput / kOutput of each other
+  kDirect,  // peers read Space::kInput of each other and store to kOutput
 };
 
 // For psum; the other operators have one algorithm each and ignore this.
 enum class Algorithm : uint8_t {
   kAuto,
   kOneShot,   // every rank reads every operand whole
-  kTwoPhase,  // full-mesh reduce-scatter, then full-mesh all-gather
+  kTwoPhase,  // full-mesh reduce-scatter, then full-mesh all-gather; if
+              // direct, each rank stores its part to all
 };
 
 struct Problem {

@@ -98,22 +98,23 @@ void StagedTwoPhase(const Problem& problem, const Packing& packing,
   }
 }
 
-// Safe where a rank's output is its input: a part is overwritten by its owner,
-// its only reader, and the rest only after everybody has reduced.
+// Each rank reduces its part and stores it to everybody: a byte crosses once,
+// while it is in the cache.  Stage 1 moves nothing; its needs say that all
+// parts have arrived and that nobody reads the operand any more.  Safe where a
+// rank's output is its input: a part is overwritten by its only reader.
 void DirectTwoPhase(const Problem& problem, const Packing& packing,
                     Plan& plan) {
   const int n = problem.ranks, me = problem.me;
   plan.stages.resize(2);
   for (Stage& stage : plan.stages) stage.needs = plan.readers;
-  ReduceToOutput(problem, packing, plan.stages[0],
-                 PartOf(packing.all(), me, n));
-  for (int d = 1; d < n; ++d) {
-    int r = (me + d) % n;
-    packing.ForEach(PartOf(packing.all(), r, n), [&](const Piece& piece) {
-      AddLoad(plan.stages[1], r, OutputAt(r, piece), OutputAt(me, piece),
-              piece.bytes);
-    });
-  }
+  packing.ForEach(PartOf(packing.all(), me, n), [&](const Piece& piece) {
+    AddReduce(problem, plan.stages[0], piece, OutputAt(me, piece));
+    // Starting behind ourselves, so that the ranks do not all store to one.
+    for (int d = 1; d < n; ++d) {
+      plan.stages[0].reduces.back().copies.push_back(
+          OutputAt((me + d) % n, piece));
+    }
+  });
 }
 
 }  // namespace

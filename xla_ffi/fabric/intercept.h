@@ -1,0 +1,32 @@
+// Owns: which memory XLA gets.  jaxlib's calls of posix_memalign, free and
+// realloc, and nobody else's, are led through this file by changing its import
+// table (GOT).  Invariants: a block of an arena goes back to that arena, from
+// any thread and at any time, so `free` is never restored; whatever the arena
+// cannot serve comes from libc; a child made by fork() neither takes from an
+// arena nor gives back to one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "fabric/arena.h"
+
+namespace strata {
+
+class Interception {
+ public:
+  // Blocks of at least `threshold` bytes come from `arena` from now on.
+  // Returns why that is impossible, or an empty string.
+  static std::string Arm(Arena* arena, size_t threshold);
+  // New blocks come from libc.  The arena that was armed must stay for ever.
+  static void Disarm();
+
+  struct Counts {
+    uint64_t blocks = 0;          // served from an arena
+    uint64_t fallback_bytes = 0;  // large enough, but the arena was full
+  };
+  static Counts counts();
+};
+
+}  // namespace strata
