@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ranks import check, mesh_of, psum, rows, run_all, scatter, spmd, total, vary
 
 import stratacl_jax as scl
@@ -157,6 +159,59 @@ def independent_calls() -> None:
         check(f(scatter(x, MESH)), np.stack(expected, axis=1))
 
 
+def independent_calls_on_two_groups() -> None:
+    # Twelve calls of four kinds, over the rows and the columns of a mesh.
+    if N < 4:
+        return
+    a, b = 2, N // 2
+    devices = MESH.devices.reshape(a, b)
+    mesh = Mesh(devices, ("i", "j"))
+
+    def run(v):
+        out = []
+        for k, (axis, size) in enumerate([("i", a), ("j", b)] * 6):
+            u = v[0, 0] * (k + 1) + k
+            if k // 2 % 4 == 0:
+                u = scl.psum(u, axis)
+            elif k // 2 % 4 == 1:
+                u = scl.ppermute(u, axis, [(r, (r + 1) % size) for r in range(size)])
+            elif k // 2 % 4 == 2:
+                u = scl.all_gather(u, axis).sum(axis=0) + 1
+            else:
+                u = jnp.tile(scl.psum_scatter(u, axis, tiled=True), size)
+            out.append(lax.pcast(u, missing_axes(u), to="varying"))
+        return jnp.stack(out)[None, None]
+
+    x = rows(N, 4 * b).reshape(a, b, 4 * b)
+    expected = []
+    for k, axis in enumerate([0, 1] * 6):
+        size = x.shape[axis]
+        u = x * (k + 1) + k
+        summed = np.broadcast_to(u.sum(axis=axis, keepdims=True), u.shape)
+        if k // 2 % 4 == 0:
+            u = summed
+        elif k // 2 % 4 == 1:
+            u = np.roll(u, 1, axis=axis)
+        elif k // 2 % 4 == 2:
+            u = summed + 1
+        else:
+            part = 4 * b // size
+            mine = np.indices((a, b))[axis][:, :, None] * part + np.arange(part)
+            u = np.tile(np.take_along_axis(summed, mine, axis=2), size)
+        expected.append(u)
+    spec = P("i", "j")
+    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
+    v = jax.make_array_from_callback(
+        x.shape, NamedSharding(mesh, spec), lambda index: x[index]
+    )
+    for _ in range(4):
+        check(f(v), np.stack(expected, axis=2))
+
+
+def missing_axes(v: jax.Array) -> tuple[str, ...]:
+    return tuple({"i", "j"} - set(jax.typeof(v).mat.varying))
+
+
 def compiled_twice_ahead_of_time() -> None:
     def make(k):
         # Distinct functions, so that nothing is shared between the copies.
@@ -244,6 +299,7 @@ CASES = [
     while_loop,
     conditional,
     independent_calls,
+    independent_calls_on_two_groups,
     compiled_twice_ahead_of_time,
     caches_cleared_on_one_rank,
     one_rank_prints,

@@ -288,7 +288,7 @@ def late() -> None:
     ]
     for k, (function, expected) in enumerate(cases):
         f = spmd(function, MESH)
-        check(f(scatter(x, MESH)), expected)
+        f = f.lower(scatter(x, MESH)).compile()
         meet(f"late.{k}")
         if ME == 1:
             time.sleep(LATE_S)

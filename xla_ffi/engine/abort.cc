@@ -184,6 +184,10 @@ Failure Echo(const Op& op, int position, const CommEntry* entry) {
           return MismatchWith(op, q, "called " + DescribePost(d, key));
         }
       }
+      if (world.divergent_programs()) {
+        return {kind, std::string(kDivergentPrograms) + " (found by " + by +
+                          "; " + Where(op) + ")"};
+      }
       return MismatchWith(op, position, "called something else in this launch");
     }
     case ErrorKind::kPeerLost:

@@ -109,6 +109,11 @@ class Sites {
   static bool Known(uint64_t site);
 };
 
+inline constexpr char kDivergentPrograms[] =
+    "ranks run with different XLA_FLAGS or jaxlib versions, and a program calls "
+    "the same collective from copies of one function; they cannot be matched "
+    "safely. Use the same flags on all ranks";
+
 std::string DescribeCall(OpKind op, ReduceOp reduce, DType dtype,
                          const std::vector<int64_t>& dims, size_t leaves,
                          size_t group);

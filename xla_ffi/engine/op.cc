@@ -157,6 +157,20 @@ Outcome Engine::Start(Binding* b, int64_t run_id, const void* const* in,
   return Outcome::kPending;
 }
 
+void Engine::Refuse(Binding* b, int64_t run_id, Failure* failure) {
+  Comm& comm = *b->comm;
+  if (comm.size() == 1) return;
+  Op op;
+  op.binding = b;
+  op.state = &ranks_[static_cast<size_t>(comm.self().local)];
+  op.run_id = run_id;
+  const Failure why = *failure;
+  op.key.launch = comm.BeginLaunch(run_id, failure);
+  if (op.key.launch == 0) return;
+  detail::Abort(&op, why, comm.self().world);
+  comm.EndOperation();
+}
+
 Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
   const FloatMode mode;
   Binding* b = op->binding;

@@ -95,6 +95,9 @@ class Engine {
                 void* const* out, std::unique_ptr<Op>* pending,
                 Failure* failure);
   static Outcome Continue(Op* op, uint64_t budget_ns, Failure* failure);
+  // For an execution that must not take part: the launch counts, and fails for
+  // the group, so that the next one is everybody's next one.
+  void Refuse(Binding* b, int64_t run_id, Failure* failure);
 
  private:
   World* world_;

@@ -185,12 +185,9 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
                   " belongs to no group of " + state->instance->Describe()});
   }
   if (state->instance->cloned() && rt->world->divergent_programs()) {
-    return MakeError(
-        api,
-        {ErrorKind::kMismatch,
-         "ranks run with different XLA_FLAGS or jaxlib versions, and this "
-         "program calls the same collective from copies of one function; "
-         "they cannot be matched safely. Use the same flags on all ranks"});
+    failure = {ErrorKind::kMismatch, kDivergentPrograms};
+    rt->engine->Refuse(b, run.run_id, &failure);
+    return MakeError(api, failure);
   }
 
   // By value: XLA reuses the frame as soon as this returns.
