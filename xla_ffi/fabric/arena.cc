@@ -82,12 +82,12 @@ std::vector<uint64_t> CandidateBases() {
   // 39-bit kernels end at 512 GiB, 48-bit ones at 256 TiB.
   for (uint64_t i = 0; i < 4; ++i) bases.push_back((64 + 64 * i) << 30);
   for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x200000000000 + (i << 41));
+#elif STRATACL_TSAN
+  // ThreadSanitizer keeps application memory to a few fixed ranges, and ends
+  // the process where others are asked for.  This is the one where x86-64
+  // kernels place mappings.
+  for (uint64_t i = 0; i < 16; ++i) bases.push_back(0x7e8000000000 + (i << 36));
 #else
-#if STRATACL_TSAN
-  // ThreadSanitizer keeps application memory to a few fixed ranges; this is
-  // its heap-mapping range on x86-64.
-  for (uint64_t i = 0; i < 8; ++i) bases.push_back(0x7e8000000000 + (i << 36));
-#endif
   // A process that left the fabric keeps its old range for its arrays.
   for (uint64_t i = 0; i < 36; ++i) bases.push_back(0x200000000000 + (i << 41));
 #endif
