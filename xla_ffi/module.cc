@@ -66,7 +66,8 @@ void Start(const std::vector<std::pair<int, int64_t>>& ranks, bool divergent) {
 // `grace_s`; their memory then stays mapped.
 bool Shutdown(double grace_s) {
   Interception::Disarm();
-  if (armed && prepared != nullptr) prepared->world->TakeArena().release();
+  if (armed && prepared != nullptr)
+    prepared->world->TakeArena(/*unread=*/false).release();
   prepared.reset();
   Runtime* rt = CurrentRuntime().exchange(nullptr, std::memory_order_acq_rel);
   if (rt == nullptr) return true;
@@ -80,7 +81,13 @@ bool Shutdown(double grace_s) {
     armed = false;  // everything stays as it is
     return false;
   }
-  std::unique_ptr<Arena> arena = rt->world->TakeArena();
+  // A peer that has what it needs may still be on its way to it.
+  bool unread = rt->engine->Drained();
+  while (!unread && NowNs() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    unread = rt->engine->Drained();
+  }
+  std::unique_ptr<Arena> arena = rt->world->TakeArena(unread);
   rt->engine.reset();
   rt->world.reset();  // instances only look at `open` from now on
   // XLA's arrays live in it: an armed arena stays as long as the process.

@@ -433,6 +433,13 @@ bool SlowCheck(Op* op, uint64_t now, Failure* failure) {
       } else if (entry_aborted) {
         return fail(Echo(*op, p, entry), culprit);
       }
+      if (post.slot == nullptr && world.Left(comm.rank(p).process)) {
+        return fail({ErrorKind::kInvalidUsage,
+                     world.Name(comm.rank(p).world) +
+                         " has left the fabric by shutdown(); " + Where(*op) +
+                         " needs all ranks of the group to stay"},
+                    comm.rank(p).world);
+      }
       if (dead && (post.slot == nullptr ||
                    Progress(*post.slot) < static_cast<uint64_t>(op->stage))) {
         return fail(

@@ -7,7 +7,8 @@
 
 namespace strata::detail {
 // Whether group position `p` will not read this rank's operation `key` any
-// more: it acknowledged, its process is dead, its own part is aborted, or its
+// more: it acknowledged, its process is dead or has left the fabric (which it
+// does when it has nothing to read), its own part is aborted, or its
 // launch is over or aborted and it has no part.  (An aborted launch may be
 // followed by the next one while one of its operations still reads.)  Order of
 // reads: entry before slots, so that a slot posted after the look belongs to a
@@ -15,7 +16,8 @@ namespace strata::detail {
 bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
                 const Key& key, int p) {
   if (Acked(AckWord(control, slot, p), gen)) return true;
-  if (comm.world().Dead(comm.rank(p).process)) return true;
+  const int process = comm.rank(p).process;
+  if (comm.world().Dead(process) || comm.world().Left(process)) return true;
   const CommEntry* e = comm.PeerEntry(p);
   if (e == nullptr) return false;
   if (e->ordinal.load(std::memory_order_acquire) <= key.launch &&
@@ -241,6 +243,18 @@ std::vector<int> LateReaders(const Op& op) {
   if (due >= 0) look(due);
   for (int s = 0; s < kSlots && late.empty(); ++s) look(s);
   return late;
+}
+
+bool AllDrained(RankState* rank) {
+  for (int slot = 0; slot < kSlots; ++slot) {
+    // Who still reads for an aborted operation will not use it.
+    const uint64_t state = StateOf(rank->control->slots[slot]);
+    if (state == MakeState(GenOf(state), Phase::kAborted)) continue;
+    if (!TakeSlot(rank, slot)) return false;
+    rank->slots[static_cast<size_t>(slot)].claimed.store(
+        0, std::memory_order_release);
+  }
+  return true;
 }
 
 bool TryClaim(Op* op) {

@@ -157,6 +157,13 @@ Outcome Engine::Start(Binding* b, int64_t run_id, const void* const* in,
   return Outcome::kPending;
 }
 
+bool Engine::Drained() {
+  for (RankState& rank : ranks_) {
+    if (rank.slots != nullptr && !detail::AllDrained(&rank)) return false;
+  }
+  return true;
+}
+
 void Engine::Refuse(Binding* b, int64_t run_id, Failure* failure) {
   Comm& comm = *b->comm;
   if (comm.size() == 1) return;

@@ -98,6 +98,8 @@ class Engine {
   // For an execution that must not take part: the launch counts, and fails for
   // the group, so that the next one is everybody's next one.
   void Refuse(Binding* b, int64_t run_id, Failure* failure);
+  // Whether nobody reads any more what this process's ranks have posted.
+  bool Drained();
 
  private:
   World* world_;
@@ -122,6 +124,7 @@ bool SlotOver(RankState* rank, int slot, uint64_t gen);
 // Copies to the arena what peers could not read where it lies.
 void StageOutsiders(Op* op);
 bool TryClaim(Op* op);
+bool AllDrained(RankState* rank);
 // World ranks that still read what a claim waits to reuse.
 std::vector<int> LateReaders(const Op& op);
 void Post(Op* op);

@@ -154,12 +154,12 @@ Arena::Arena(int process, int processes, uint64_t base, size_t span,
 }
 
 Arena::~Arena() {
-  Detach();
+  Detach(/*unread=*/false);
   munmap(reinterpret_cast<void*>(Start(process_)), span_);
   if (memfd_ >= 0) close(memfd_);
 }
 
-void Arena::Detach() {
+void Arena::Detach(bool unread) {
   if (detached_) return;
   detached_ = true;
   quarantine_.Seal();
@@ -170,10 +170,15 @@ void Arena::Detach() {
     if (alias != nullptr) munmap(alias, span_);
     alias = nullptr;
   }
-  // The posting tables; nobody looks at them any more.
+  // A peer may still be about to find a post, or read a window: then the pages
+  // go with its mapping.
+  if (!unread) return;
+  Writable(process_, 0)->left.store(1, std::memory_order_release);
   if (memfd_ >= 0) {
-    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
-              static_cast<off_t>(heap_offset_));
+    constexpr size_t kKept = 4096;  // says so
+    static_assert(offsetof(Control, left) < kKept);
+    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kKept,
+              static_cast<off_t>(heap_offset_ - kKept));
   }
   Trim(0);
 }

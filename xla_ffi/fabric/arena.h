@@ -94,7 +94,8 @@ class Arena {
   size_t Trim(size_t keep);
 
   // The fabric is left: peers are unmapped, own blocks stay where they are.
-  void Detach();
+  // `unread`: no peer reads this memory any more, so that unused pages can go.
+  void Detach(bool unread);
 
  private:
   uint64_t Start(int p) const { return base_ + span_ * static_cast<size_t>(p); }

@@ -133,6 +133,9 @@ struct alignas(64) CommEntry {
 struct Control {
   // identity, written once at bootstrap
   alignas(64) std::atomic<uint64_t> nonce;
+  // once the process has left the fabric, with nothing to read and all it
+  // posted read; stays when the rest of the table goes
+  std::atomic<uint64_t> left;
   // the process's heartbeat, for the idle rule of mismatch detection
   alignas(64) std::atomic<uint64_t> beat_ns;
   std::atomic<uint64_t> cpu_ns;

@@ -41,9 +41,9 @@ World::World(std::unique_ptr<Arena> arena, const Settings& settings)
   WatchForks();
 }
 
-std::unique_ptr<Arena> World::TakeArena() {
+std::unique_ptr<Arena> World::TakeArena(bool unread) {
   EndThreads();
-  arena_->Detach();
+  arena_->Detach(unread);
   return std::move(arena_);
 }
 

@@ -78,8 +78,8 @@ class World {
   Arena& arena() const { return *arena_; }
   Registrar& registrar() const { return *registrar_; }
   // Ends the threads and gives the arena up, detached from its peers; blocks
-  // that XLA still holds stay valid.
-  std::unique_ptr<Arena> TakeArena();
+  // that XLA still holds stay valid.  `unread`: see Arena::Detach.
+  std::unique_ptr<Arena> TakeArena(bool unread);
   const Settings& settings() const { return settings_; }
   Settings& mutable_settings() { return settings_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -94,6 +94,13 @@ class World {
     // acquire pairs with the monitor's release: whatever the dead process had
     // published is visible to who sees it dead.
     return dead_[static_cast<size_t>(process)].load(std::memory_order_acquire);
+  }
+  // Whether another process has shut down: it has read what it wanted, and
+  // others have read what it posted.  acquire, as above.
+  bool Left(int process) const {
+    return process != arena_->process() &&
+           arena_->Shadow(process, 0)->left.load(std::memory_order_acquire) !=
+               0;
   }
   void MarkDead(int process);
   std::string Name(int world) const;
