@@ -85,6 +85,15 @@ void Equal(const A& a, const B& b, const char* text, const char* file,
       check::Fail(__FILE__, __LINE__, #expression ": " + what_was_said); \
   } while (false)
 
+#if defined(__SANITIZE_THREAD__)
+// Tests that stop an operation at a fault point do so by a signal that its own
+// thread raises, and the handler may do what it likes.
+extern "C" inline __attribute__((used, visibility("default"))) const char*
+__tsan_default_options() {
+  return "halt_on_error=1:report_signal_unsafe=0";
+}
+#endif
+
 int main(int argc, char** argv) {
   int passed = 0, failed = 0;
   for (const check::Test& test : check::Registry()) {

@@ -231,37 +231,6 @@ TEST(SiblingsOfAnAbortedCall) {
   }
 }
 
-// Rank 1 has read half of what it needs of call A when its sibling B gives up
-// and its next launch begins.  Rank 0 must not have A's operand back before
-// rank 1 is through with it.
-TEST(TheNextLaunchDoesNotReleaseWhatIsStillRead) {
-  const Deadline deadline("TheNextLaunchDoesNotRelease", 60);
-  Settings s = Short(20 * kMs);
-  s.algorithm = static_cast<int>(Algorithm::kTwoPhase);
-  Node node(2, s);
-  Instance* a = node.Compile(fleet::Psum({0, 1}, 3000, 1));
-  Instance* b = node.Compile(fleet::Psum({0, 1}, 3000, 2));
-  Stepped b1(&node, b, 1, 1, 1);
-  Stepped a1(&node, a, 1, 1, 1);
-  Stepped a0(&node, a, 0, 1, 1);
-  CHECK(a1.pending() && a0.pending());
-  while (b1.pending()) b1.Step(1 * kMs);  // rank 0 never calls B
-  CheckFailure(b1.failure(), ErrorKind::kDeadlineExceeded);
-  node.world().mutable_settings().timeout_ns = 100'000 * kMs;
-  Stepped next(&node, a, 1, 2, 2);
-  CHECK(next.pending());
-  CHECK_EQ(node.Of(a, 1)->comm->OrdinalOf(2), 2u);
-  // Rank 0 has read all it needs; rank 1 has not even found its post.
-  for (int i = 0; i < 5; ++i) a0.Step(1 * kMs);
-  CHECK(a0.pending());
-  for (int i = 0; i < 1000 && (a1.pending() || a0.pending()); ++i) {
-    a1.Step(1 * kMs);
-    a0.Step(1 * kMs);
-  }
-  CHECK(!a1.pending() && !a0.pending());
-  CHECK_EQ(a1.done(), a0.done());
-}
-
 // A launch that fails in one communicator before it came to another leaves the
 // other's ordinals in doubt; those it had touched stay good.
 TEST(UntouchedCommunicatorsBreakAndTouchedOnesDoNot) {

@@ -235,6 +235,7 @@ bool Abort(Op* op, const Failure& why, int culprit, bool final) {
   if (posted && final) {
     SetPhase(op->own(), op->gen, Phase::kAborted);
   } else if (posted) {
+    MaybeFault(FaultPoint::kGivingUp);
     SetPhase(op->own(), op->gen, Phase::kAbortReq);
     MaybeFault(FaultPoint::kAbortRequested);
     // The decisive look: whoever succeeded had seen every post before it could
