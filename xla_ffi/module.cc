@@ -162,7 +162,13 @@ NB_MODULE(_native, m) {
     }
   });
 
-  m.def("candidate_bases", &CandidateBases);
+  m.def(
+      "candidate_bases",
+      [] {
+        Interception::DropEmpty();  // whose addresses can serve again
+        return CandidateBases();
+      },
+      "Addresses that an arena may start at, in order of preference.");
   m.def("range_is_free", &RangeIsFree, "base"_a, "bytes"_a);
   m.def("prepare", &Prepare, "process"_a, "processes"_a, "base"_a, "span"_a,
         "eager_bytes"_a, "settings"_a,

@@ -19,18 +19,26 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import DeadlineExceeded, InvalidUsage, ResourceExhausted, Unsupported
+from . import errors
+from .config import config
+from .errors import (
+    DeadlineExceeded,
+    InvalidUsage,
+    ResourceExhausted,
+    StrataError,
+    Unsupported,
+)
 
 _SO_PEERPIDFD = 77
 _HELLO = struct.Struct("!i32s")
 
 
 class _Board:
-    """The coordination service's key-value store, one namespace a generation."""
+    """The coordination service's key-value store, one namespace an attempt."""
 
-    def __init__(self, client: Any, generation: int, me: int, n: int, timeout: float):
+    def __init__(self, client: Any, attempt: int, me: int, n: int, timeout: float):
         self._client = client
-        self._prefix = f"stratacl/{generation}/"
+        self._prefix = f"stratacl/{attempt}/"
         self._me = me
         self._n = n
         self._end = time.monotonic() + timeout
@@ -71,7 +79,9 @@ def agree_on_base(candidates: Sequence[int], free: Sequence[Sequence[bool]]) -> 
         if all(mine[i] for mine in free):
             return base
     raise ResourceExhausted(
-        "no address range is free in every process; lower STRATACL_ARENA_SPAN"
+        "no range of addresses that is large enough is free in every process; raise "
+        "RLIMIT_AS (ulimit -v), lower STRATACL_ARENA_SPAN, or drop arrays from before "
+        "earlier shutdown() calls, each of which keeps a range"
     )
 
 
@@ -162,10 +172,22 @@ def _swap_descriptors(
     return found
 
 
+def _fail_together(board: _Board, process: int, problem: StrataError | None) -> None:
+    """Raises, if any process has a problem, in all of them."""
+    said = None if problem is None else (type(problem).__name__, str(problem))
+    answers = board.exchange("prepared", said)
+    if problem is not None:
+        raise problem
+    for p, answer in enumerate(answers):
+        if answer is not None:
+            name, text = answer
+            raise getattr(errors, name)(f"process {p}: {text}")
+
+
 def connect(
     native: Any,
     client: Any,
-    generation: int,
+    attempt: int,
     process: int,
     processes: int,
     span: int,
@@ -175,6 +197,12 @@ def connect(
     timeout: float,
 ) -> dict[str, Any]:
     """Builds the fabric between all processes; `native.start` comes after it.
+
+    What one process fails of, all fail of, with the same class of error.
+
+    Args:
+      attempt: how often this process has come here before; like all arguments but
+        `process`, the same everywhere.
 
     Returns:
       base: address of the first arena; divergent: whether fingerprints differ.
@@ -186,7 +214,7 @@ def connect(
         native.prepare(0, 1, base, span, eager_bytes, settings)
         return {"base": base, "divergent": False}
 
-    board = _Board(client, generation, process, processes, timeout)
+    board = _Board(client, attempt, process, processes, timeout)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = "stratacl-" + secrets.token_hex(16)
         listener.bind("\0" + name)
@@ -202,8 +230,8 @@ def connect(
                 "span": span,
                 "eager": eager_bytes,
                 "chunk": settings["chunk_bytes"],
-                "algorithm": settings["algorithm"],
-                "registration": settings["registration"],
+                "algorithm": config.algorithm,
+                "registration": config.registration,
                 "fingerprint": fingerprint,
             },
         )
@@ -222,7 +250,14 @@ def connect(
                     "value for all"
                 )
         base = agree_on_base(candidates, [person["free"] for person in people])
-        memfd = native.prepare(process, processes, base, span, eager_bytes, settings)
+        problem = None
+        try:
+            memfd = native.prepare(
+                process, processes, base, span, eager_bytes, settings
+            )
+        except StrataError as error:
+            problem = error
+        _fail_together(board, process, problem)
         nonce = secrets.randbits(62) | 1
         native.set_nonce(nonce)
         peers = _swap_descriptors(process, people, listener, memfd, board)

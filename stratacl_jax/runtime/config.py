@@ -203,7 +203,8 @@ class Config:
         _size(0, note=" to 64T (0: no limit)"),
         0,
         "bytes",
-        "Arena memory a process may keep; 0 leaves it to the machine.",
+        "Arena memory that a process's arrays may take; 0 leaves it to the machine. "
+        "More arrays lie outside and are copied to reach other ranks.",
     )
     registration = Setting(
         _choice("staged", "on_allocation", "just_in_time"),

@@ -21,8 +21,9 @@ TARGET = "stratacl_collective"
 
 _lock = threading.RLock()
 _state: dict[str, Any] | None = None
-_generation = 0
+_attempts = 0  # to connect, successful or not
 _forked = False
+_watches_forks = False
 _registered = False
 _said: set[str] = set()
 
@@ -170,7 +171,7 @@ def initialize(*, timeout: float | None = None) -> None:
       ResourceExhausted: no address space (see RLIMIT_AS, RLIMIT_FSIZE).
       DeadlineExceeded: a process did not come.
     """
-    global _state, _generation
+    global _state, _attempts, _watches_forks
     with _lock:
         arguments = {"timeout": timeout}
         if _forked:
@@ -211,6 +212,7 @@ def initialize(*, timeout: float | None = None) -> None:
                     f"{len(devices)} ranks; this version serves {native.max_ranks()}"
                 )
             _secure_launch_pool()
+            _attempts += 1
             fabric = _bootstrap(native, process, processes, len(devices))
             _arm(native)
             native.start(
@@ -218,13 +220,13 @@ def initialize(*, timeout: float | None = None) -> None:
             )
             _register(native)
             _probe(native)
-            if _generation == 0:
+            if not _watches_forks:
                 os.register_at_fork(after_in_child=_after_fork)
+                _watches_forks = True
         except BaseException:
             native.shutdown(0.0)
             config.thaw()
             raise
-        _generation += 1
         _state = {
             "arguments": arguments,
             "fabric": fabric,
@@ -272,7 +274,7 @@ def _bootstrap(native: Any, process: int, processes: int, ranks: int) -> dict[st
     return bootstrap.connect(
         native,
         _compat.distributed_client(),
-        _generation,
+        _attempts - 1,
         process,
         processes,
         config.arena_span,

@@ -50,7 +50,21 @@ Allocator::Allocator(size_t bytes)
   Insert(b);
 }
 
-Allocator::~Allocator() { munmap(block_at_, map_bytes_); }
+Allocator::~Allocator() {
+  if (!closed_) munmap(block_at_, map_bytes_);
+}
+
+bool Allocator::Close() {
+  Guard guard(lock_);
+  if (closed_) return true;
+  if (used_.load(std::memory_order_relaxed) != 0) return false;
+  closed_ = true;
+  munmap(block_at_, map_bytes_);
+  block_at_ = nullptr;
+  blocks_ = {};
+  spare_ = {};
+  return true;
+}
 
 void Allocator::ListOf(uint32_t count, int* first, int* second) {
   if (count < (1u << kSecondBits)) {
@@ -150,6 +164,7 @@ size_t Allocator::Allocate(size_t bytes, size_t alignment) {
   if (count64 + align - 1 > granules_) return kFull;
   const uint32_t count = std::max<uint32_t>(1, static_cast<uint32_t>(count64));
   Guard guard(lock_);
+  if (closed_) return kFull;
   uint32_t b = Find(count + static_cast<uint32_t>(align) - 1);
   if (b == kNil) return kFull;
   Remove(b);
@@ -173,16 +188,17 @@ size_t Allocator::Allocate(size_t bytes, size_t alignment) {
   return size_t{blocks_[b].start} * kGranule;
 }
 
-size_t Allocator::TakeTail(size_t keep, size_t* begin, size_t* end) {
+size_t Allocator::TakeTail(size_t keep, size_t upto, size_t* end) {
   Guard guard(lock_);
-  const size_t high = high_.load(std::memory_order_relaxed);
-  *begin = *end = high;
+  if (closed_ || granules_ == 0) return kFull;
+  const size_t high = high_.load(std::memory_order_relaxed) / kGranule;
   const uint32_t b = last_;
-  if (!blocks_[b].free) return kFull;
-  const uint32_t from = static_cast<uint32_t>(
-      std::max<size_t>((keep + kGranule - 1) / kGranule, blocks_[b].start));
-  const uint32_t to = static_cast<uint32_t>(high / kGranule);
-  if (from >= to) return kFull;
+  const size_t first =
+      std::max<size_t>((keep + kGranule - 1) / kGranule, blocks_[b].start);
+  if (!blocks_[b].free || first >= high) return kFull;
+  const uint32_t from = static_cast<uint32_t>(first);
+  const uint32_t to = static_cast<uint32_t>(
+      std::min<size_t>(granules_, std::max(high, upto / kGranule)));
   Remove(b);
   uint32_t tail = b;
   if (from > blocks_[b].start) {
@@ -195,9 +211,8 @@ size_t Allocator::TakeTail(size_t keep, size_t* begin, size_t* end) {
   used_.store(used_.load(std::memory_order_relaxed) +
                   size_t{blocks_[tail].count} * kGranule,
               std::memory_order_relaxed);
-  *begin = size_t{from} * kGranule;
   *end = size_t{to} * kGranule;
-  return *begin;
+  return size_t{from} * kGranule;
 }
 
 void Allocator::LowerHighWater(size_t offset) {
@@ -251,6 +266,7 @@ size_t Allocator::SizeOf(size_t offset) const {
 
 void Allocator::CheckInvariants() const {
   Guard guard(lock_);
+  if (closed_) return;
   auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(what);
   };

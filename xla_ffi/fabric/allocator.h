@@ -30,11 +30,14 @@ class Allocator {
   size_t SizeOf(size_t offset) const;
 
   // Takes the free end of the range, from `keep` or from where it begins,
-  // whichever is later, up to the high-water mark; kFull if there is none.
-  // *begin and *end: what was taken, or the high-water mark twice.
-  size_t TakeTail(size_t keep, size_t* begin, size_t* end);
+  // whichever is later, up to the high-water mark or `upto`, whichever is
+  // later; kFull if there is none below the mark.  *end: where it ends.
+  size_t TakeTail(size_t keep, size_t upto, size_t* end);
   // After Free of a tail: nothing past `offset` holds memory.
   void LowerHighWater(size_t offset);
+
+  // If nothing is in use: nothing will ever be again, and the metadata goes.
+  bool Close();
 
   size_t used() const { return used_.load(std::memory_order_relaxed); }
   size_t high_water() const { return high_.load(std::memory_order_relaxed); }
@@ -71,6 +74,7 @@ class Allocator {
   uint32_t second_map_[kFirst] = {};
   uint32_t heads_[kFirst][1 << kSecondBits];
   uint32_t last_ = 0;  // the block that ends the range
+  bool closed_ = false;
   std::atomic<size_t> used_{0}, high_{0};
   mutable std::atomic<uint32_t> lock_{0};
 };

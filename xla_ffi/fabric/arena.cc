@@ -155,14 +155,26 @@ Arena::Arena(int process, int processes, uint64_t base, size_t span,
 
 Arena::~Arena() {
   Detach(/*unread=*/false);
+  Unmap();
+}
+
+void Arena::Unmap() {
+  if (!mapped_) return;
+  mapped_ = false;
   munmap(reinterpret_cast<void*>(Start(process_)), span_);
   if (memfd_ >= 0) close(memfd_);
+  memfd_ = -1;
+}
+
+bool Arena::Close() {
+  return detached_.load(std::memory_order_acquire) && allocator_->Close();
 }
 
 void Arena::Detach(bool unread) {
-  if (detached_) return;
-  detached_ = true;
+  // release: who finds it detached finds the quarantine sealed.
+  if (detached_.load(std::memory_order_relaxed)) return;
   quarantine_.Seal();
+  detached_.store(true, std::memory_order_release);
   for (int p = 0; p < processes_; ++p) {
     if (p == process_) continue;
     munmap(reinterpret_cast<void*>(Start(p)), span_);
@@ -180,7 +192,7 @@ void Arena::Detach(bool unread) {
     fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kKept,
               static_cast<off_t>(heap_offset_ - kKept));
   }
-  Trim(0);
+  Trim(0, span_);
 }
 
 void Arena::Attach(int p, int fd) {
@@ -219,8 +231,16 @@ Control* Arena::Writable(int p, int local) const {
                                         static_cast<size_t>(local));
 }
 
+void* Arena::AllocateForXla(size_t bytes) {
+  // Threads that come at once may pass it together; it is a cap on memory and
+  // not on addresses.
+  if (limit_ != 0 && (bytes > limit_ || allocator_->used() > limit_ - bytes)) {
+    return nullptr;
+  }
+  return Allocate(bytes);
+}
+
 void* Arena::Allocate(size_t bytes) {
-  if (limit_ != 0 && allocator_->used() + bytes > limit_) return nullptr;
   const size_t offset = allocator_->Allocate(bytes);
   if (offset == Allocator::kFull) return nullptr;
   // relaxed: a hint to the registrar, which looks at the mark itself.
@@ -237,7 +257,13 @@ void Arena::Free(void* p) {
 }
 
 void Arena::FreeForXla(void* p) {
-  if (!quarantine_.Keeps(p, quarantine_.holding() ? SizeOf(p) : 0)) Free(p);
+  const bool detached = detached_.load(std::memory_order_acquire);
+  const bool holding = quarantine_.holding();
+  const size_t bytes = detached || holding ? SizeOf(p) : 0;
+  if (quarantine_.Keeps(p, bytes)) return;
+  // Nobody will allocate here again.
+  if (detached) Punch(reinterpret_cast<uint64_t>(p) - heap_begin(), bytes);
+  Free(p);
 }
 
 size_t Arena::SizeOf(const void* p) const {
@@ -259,20 +285,24 @@ void Arena::Populate(int p, size_t begin, size_t end) {
           MADV_POPULATE_WRITE);
 }
 
-size_t Arena::Trim(size_t keep) {
-  // Taken out of the allocator while its pages go, so that nobody gets it.
-  size_t begin, end;
-  const size_t block = allocator_->TakeTail(keep, &begin, &end);
-  if (block == Allocator::kFull) return end;
+void Arena::Punch(size_t offset, size_t bytes) {
   if (memfd_ >= 0) {
     fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-              static_cast<off_t>(heap_offset_ + begin),
-              static_cast<off_t>(end - begin));
+              static_cast<off_t>(heap_offset_ + offset),
+              static_cast<off_t>(bytes));
   } else {
-    madvise(reinterpret_cast<void*>(heap_begin() + begin), end - begin,
+    madvise(reinterpret_cast<void*>(heap_begin() + offset), bytes,
             MADV_DONTNEED);
   }
-  allocator_->Free(block);
+}
+
+size_t Arena::Trim(size_t keep, size_t upto) {
+  // Taken out of the allocator while its pages go, so that nobody gets it.
+  size_t end;
+  const size_t begin = allocator_->TakeTail(keep, upto, &end);
+  if (begin == Allocator::kFull) return begin;
+  Punch(begin, end - begin);
+  allocator_->Free(begin);
   allocator_->LowerHighWater(begin);
   return begin;
 }

@@ -57,9 +57,12 @@ class Arena {
            static_cast<size_t>(slot) * geometry_.payload_stride;
   }
 
-  // Memory of this process; nullptr when span or limit is used up.
+  // Memory of this process; nullptr when the span is used up.
   void* Allocate(size_t bytes);
   void Free(void* p);
+  // As Allocate, for XLA's blocks, which the limit holds for: what must be
+  // copied to reach peers finds room beyond it.
+  void* AllocateForXla(size_t bytes);
   // As Free, for blocks that XLA held: one that a peer may still store to
   // stays until that is over.
   void FreeForXla(void* p);
@@ -72,7 +75,7 @@ class Arena {
   void RingAbove(size_t offset) {
     ring_above_.store(offset, std::memory_order_relaxed);
   }
-  // Bytes that may be in use; 0 = no limit.
+  // Bytes beyond which XLA gets no more; 0 = no limit.
   void set_limit(size_t bytes) { limit_ = bytes; }
   size_t limit() const { return limit_; }
   Quarantine& quarantine() { return quarantine_; }
@@ -89,15 +92,21 @@ class Arena {
   // in the heap: of the own one, present and huge; of a peer's, mapped here.
   void Warm(size_t begin, size_t end);
   void Populate(int p, size_t begin, size_t end);
-  // Gives back the memory of free pages past `keep` bytes; returns the end of
-  // what is left.
-  size_t Trim(size_t keep);
+  // If the heap was used past `keep` and is free there: gives the memory from
+  // there up to `upto` back and returns where that begins, else kFull.
+  size_t Trim(size_t keep, size_t upto);
 
   // The fabric is left: peers are unmapped, own blocks stay where they are.
   // `unread`: no peer reads this memory any more, so that unused pages can go.
   void Detach(bool unread);
+  // If it is detached and no block is left, there will be none any more, and
+  // Unmap may follow.  The object stays usable for who is about to ask it.
+  bool Close();
+  void Unmap();
 
  private:
+  // Gives the pages of a range of the own heap back; it reads as zeros.
+  void Punch(size_t offset, size_t bytes);
   uint64_t Start(int p) const { return base_ + span_ * static_cast<size_t>(p); }
 
   int process_, processes_;
@@ -111,7 +120,8 @@ class Arena {
   size_t limit_ = 0;
   std::atomic<size_t> ring_above_{~size_t{0}};
   Quarantine quarantine_;
-  bool detached_ = false;
+  std::atomic<bool> detached_{false};
+  bool mapped_ = true;
 };
 
 }  // namespace strata

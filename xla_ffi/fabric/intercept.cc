@@ -20,16 +20,14 @@ namespace strata {
 namespace {
 
 constexpr const char* kLibrary = "libjax_common.so";
-constexpr int kMaxArenas = 64;  // initialize() calls in one process
+constexpr int kMaxArenas = 64;  // of one process at one time
 
-// Arenas that blocks may belong to.  Entries are only ever added, before any
-// block of theirs is handed out; acquire of `known` pairs with that release.
-struct Known {
-  uint64_t begin = 0, end = 0;
-  Arena* arena = nullptr;
-};
-Known known[kMaxArenas];
-std::atomic<int> known_count{0};
+// Arenas that blocks may belong to.  An entry is set before a block of the
+// arena is handed out, and cleared after the last one has come back; who holds
+// a block therefore sees its entry, by way of whoever gave it the block.
+std::atomic<Arena*> known[kMaxArenas];
+std::atomic<int> known_count{0};      // entries past it were never set
+std::mutex known_mutex;               // of changes
 std::atomic<Arena*> source{nullptr};  // of new blocks
 std::atomic<size_t> smallest{~size_t{0}};
 std::atomic<uint64_t> blocks{0}, fallback_bytes{0};
@@ -38,7 +36,10 @@ Arena* ArenaOf(const void* p) {
   const uint64_t a = reinterpret_cast<uint64_t>(p);
   const int n = known_count.load(std::memory_order_acquire);
   for (int i = 0; i < n; ++i) {
-    if (a >= known[i].begin && a < known[i].end) return known[i].arena;
+    Arena* arena = known[i].load(std::memory_order_acquire);
+    if (arena != nullptr && a >= arena->heap_begin() && a < arena->heap_end()) {
+      return arena;
+    }
   }
   return nullptr;
 }
@@ -58,7 +59,7 @@ void* TakeFrom(size_t alignment, size_t size) {
                    (alignment & (alignment - 1)) != 0 ||
                    alignment > Allocator::kGranule;
   if (odd) return nullptr;  // libc knows what to say
-  void* p = arena->Allocate(size);
+  void* p = arena->AllocateForXla(size);
   if (p == nullptr) {
     fallback_bytes.fetch_add(size, std::memory_order_relaxed);
   } else {
@@ -92,7 +93,11 @@ void* HookedRealloc(void* p, size_t size) {
   }
   void* q = malloc(size);
   if (q == nullptr) return nullptr;
-  const size_t held = arena->SizeOf(p);
+  // A child of fork() may have inherited a locked allocator.  What it copies
+  // too much is readable, and nobody looks at it.
+  const size_t held = InForkedChild()
+                          ? arena->heap_end() - reinterpret_cast<uint64_t>(p)
+                          : arena->SizeOf(p);
   memcpy(q, p, held < size ? held : size);
   GiveBack(arena, p);
   return q;
@@ -238,17 +243,24 @@ std::string PatchOnce() {
 }  // namespace
 
 std::string Interception::Arm(Arena* arena, size_t threshold) {
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(known_mutex);
   static const std::string impossible = PatchOnce();
   if (!impossible.empty()) return impossible;
-  const int n = known_count.load(std::memory_order_relaxed);
-  if (n == kMaxArenas) {
-    return "initialize() was called " + std::to_string(kMaxArenas) +
-           " times in this process";
+  int at = 0;
+  while (at < kMaxArenas &&
+         known[at].load(std::memory_order_relaxed) != nullptr) {
+    ++at;
   }
-  known[n] = {arena->heap_begin(), arena->heap_end(), arena};
-  known_count.store(n + 1, std::memory_order_release);
+  if (at == kMaxArenas) {
+    return "arrays of " + std::to_string(kMaxArenas) +
+           " earlier initialize() calls are still alive";
+  }
+  known[at].store(arena, std::memory_order_release);
+  if (at == known_count.load(std::memory_order_relaxed)) {
+    known_count.store(at + 1, std::memory_order_release);
+  }
+  blocks.store(0, std::memory_order_relaxed);
+  fallback_bytes.store(0, std::memory_order_relaxed);
   smallest.store(threshold, std::memory_order_relaxed);
   source.store(arena, std::memory_order_release);
   return "";
@@ -256,6 +268,18 @@ std::string Interception::Arm(Arena* arena, size_t threshold) {
 
 void Interception::Disarm() {
   source.store(nullptr, std::memory_order_release);
+}
+
+void Interception::DropEmpty() {
+  std::lock_guard<std::mutex> lock(known_mutex);
+  const int n = known_count.load(std::memory_order_relaxed);
+  for (int i = 0; i < n; ++i) {
+    Arena* arena = known[i].load(std::memory_order_relaxed);
+    if (arena == nullptr || !arena->Close()) continue;
+    // Before its addresses can belong to anybody else.
+    known[i].store(nullptr, std::memory_order_release);
+    arena->Unmap();
+  }
 }
 
 Interception::Counts Interception::counts() {

@@ -19,12 +19,16 @@ class Interception {
   // Blocks of at least `threshold` bytes come from `arena` from now on.
   // Returns why that is impossible, or an empty string.
   static std::string Arm(Arena* arena, size_t threshold);
-  // New blocks come from libc.  The arena that was armed must stay for ever.
+  // New blocks come from libc.  The arena that was armed must stay until
+  // DropEmpty has let go of it.
   static void Disarm();
+  // Unmaps arenas that were detached and have no block left.  The objects
+  // remain: a thread may be about to ask one for a block.
+  static void DropEmpty();
 
   struct Counts {
-    uint64_t blocks = 0;          // served from an arena
-    uint64_t fallback_bytes = 0;  // large enough, but the arena was full
+    uint64_t blocks = 0;          // served from the arena armed last
+    uint64_t fallback_bytes = 0;  // large enough, but it was full
   };
   static Counts counts();
 };

@@ -129,9 +129,9 @@ void Registrar::Run() {
     } else if (++idle_ticks_ >= kQuietTicks) {
       idle_ticks_ = 0;
       const size_t used = arena_->allocator().used();
-      const size_t end = arena_->Trim(std::max(kKeep, 2 * used));
-      if (end < warm_end_) {
-        warm_end_ = RoundUp(end, kPiece);
+      const size_t begin = arena_->Trim(std::max(kKeep, 2 * used), warm_end_);
+      if (begin != Allocator::kFull) {
+        warm_end_ = std::min(warm_end_, RoundUp(begin, kPiece));
         Add(counts_.trims, 1);
         AnnounceExtent(own, warm_end_);
       }
