@@ -81,7 +81,7 @@ def run_round(number: int) -> None:
         expected = after(call, expected)
     check(y, expected, "before anything happens")
 
-    if ME == victim:
+    if victim == ME:
         # Only who gives up passes the last point.
         passes = 0 if POINT == ABORT_REQUESTED else strikes_at
         _native.set_fault(POINT, passes, signal.SIGKILL)

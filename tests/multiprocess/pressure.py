@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from ranks import check, mesh_of, psum, rows, run_all, say, scatter, spmd, total
+from ranks import check, mesh_of, psum, rows, run_all, scatter, spmd, total
 
 import stratacl_jax as scl
 
@@ -73,7 +73,7 @@ def launches_ahead() -> None:
         k = [scatter(np.full((N, 1), i, np.float32), MESH) for i in range(count)]
         v = scatter(x, MESH)
         jax.block_until_ready(f(v, k[0]))
-        if ME == jax.process_count() - 1:
+        if jax.process_count() - 1 == ME:
             time.sleep(0.3)
         results = [f(v, i) for i in k]
         for i, result in enumerate(results):
@@ -96,7 +96,7 @@ def many_sites(count: int, launches: int) -> None:
             check(result, expected, f"{what}, call {k}")
 
     check_all(f(v), "alone")
-    if ME and ME == jax.process_count() - 1:
+    if ME and jax.process_count() - 1 == ME:
         time.sleep(1.0)
     results = [f(v) for _ in range(launches)]
     for launch, result in enumerate(results):

@@ -110,7 +110,8 @@ class Sites {
 };
 
 inline constexpr char kDivergentPrograms[] =
-    "ranks run with different XLA_FLAGS or jaxlib versions, and a program calls "
+    "ranks run with different XLA_FLAGS or jaxlib versions, and a program "
+    "calls "
     "the same collective from copies of one function; they cannot be matched "
     "safely. Use the same flags on all ranks";
 

@@ -225,11 +225,11 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     MaybeFault(FaultPoint::kBeforePost);
     detail::Post(op);
     MaybeFault(FaultPoint::kAfterPost);
-    // A sibling may have aborted this launch meanwhile.  A source of a one-sided
-    // operation then takes this post for one that will not read.  Looked at
-    // after the post, before any read.  Where everybody needs everybody the
-    // source is still there, a peer may have succeeded already by this post,
-    // and giving up takes a request like any other abort.
+    // A sibling may have aborted this launch meanwhile.  A source of a
+    // one-sided operation then takes this post for one that will not read.
+    // Looked at after the post, before any read.  Where everybody needs
+    // everybody the source is still there, a peer may have succeeded already by
+    // this post, and giving up takes a request like any other abort.
     if (!b->all_read_me && op->comm().Aborted(op->key.launch)) {
       *failure = op->comm().Why();
       detail::Abort(op, *failure, op->comm().self().world, /*final=*/true);
