@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
+import procs
 import pytest
-from live.ranks import Ranks
+
+# `python -m pytest` puts the checkout first. Where it holds no native module, the
+# installed package is the one to test.
+if not procs.SOURCE_IS_BUILT:
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != str(procs.ROOT)]
+
+from live.ranks import Ranks  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# A developer's checkout, with the native module beside the Python files; else the
+# installed package is tested.
+SOURCE_IS_BUILT = any((ROOT / "stratacl_jax").glob("_native*.so"))
 _MARK = "TEST_PROCESS_MARK"
 # How long a process may linger between its parent's end and its own.
 _LINGER_S = 2.0
@@ -204,7 +207,12 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         PYTHONFAULTHANDLER="1",
         PYTHONUNBUFFERED="1",
         PYTHONPATH=os.pathsep.join(
-            p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p
+            p
+            for p in (
+                str(ROOT) if SOURCE_IS_BUILT else "",
+                os.environ.get("PYTHONPATH"),
+            )
+            if p
         ),
     )
     env.update(extra or {})

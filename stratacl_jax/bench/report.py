@@ -97,8 +97,10 @@ def counters(cells: Sequence[Cell]) -> list[str]:
     for heads in (names, units):
         line = "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
         lines.append("#" + line[1:])
-    keys = ("sleeps", "wakes", "deferred")
-    keys += ("eager_bytes", "staged_bytes", "direct_bytes")
+    keys = (
+        *("sleeps", "wakes", "deferred"),
+        *("eager_bytes", "staged_bytes", "direct_bytes"),
+    )
     for cell in cells:
         if not cell.counters:
             continue
