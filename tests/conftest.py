@@ -14,7 +14,7 @@ import pytest
 if not procs.SOURCE_IS_BUILT:
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != str(procs.ROOT)]
 
-from live.ranks import Ranks  # noqa: E402
+from live.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -369,7 +369,9 @@ def test_wrong_cells_are_found(
     psum: str, text: str, wrong: int | None, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "saboteur.py").write_text(SABOTEUR.format(psum=psum))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{procs.ROOT}")
+    others = procs.environment()["PYTHONPATH"].split(os.pathsep)
+    path = os.pathsep.join(filter(None, [str(tmp_path), *others]))
+    monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(sweep, "_WORKER", "saboteur")
     out = tmp_path / "cells.jsonl"
     arguments = ["psum", "-e", "64", *QUICK, "--vs", "gloo", "--json", str(out)]
