@@ -61,11 +61,13 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     if (r < 0 || now >= op->check_ns) {
       if (detail::SlowCheck(op, now, failure)) return Waited::kFailed;
       op->check_ns = now + kCheckEveryNs;
+      const uint64_t deadline = op->start_ns + set.timeout_ns;
+      if (now < deadline) op->check_ns = Min(op->check_ns, deadline);
       r = Ready(op);
       if (r > 0) return Waited::kReady;
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
-    uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
+    uint64_t slice = Min(op->check_ns - now, budget_ns - (now - begin));
     if (op->at != Op::At::kStages) {
       const bool lasts = now - begin >= kLongCreditWaitNs;
       slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
