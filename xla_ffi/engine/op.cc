@@ -205,10 +205,12 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     MaybeFault(FaultPoint::kBeforePost);
     detail::Post(op);
     MaybeFault(FaultPoint::kAfterPost);
-    // A sibling may have aborted this launch meanwhile; peers then take this
-    // post for one that will not read.  Looked at after the post, before any
-    // read.
-    if (op->comm().Aborted(op->key.launch)) {
+    // A sibling may have aborted this launch meanwhile; a one-sided source then
+    // takes this post for one that will not read.  Looked at after the post,
+    // before any read.  (In a mesh operator no source is done without this
+    // post, and one that is done by it counts on this rank.)
+    const bool mesh = b->all_read_me && !plan.sources.empty();
+    if (!mesh && op->comm().Aborted(op->key.launch)) {
       *failure = op->comm().Why();
       detail::Abort(op, *failure, op->comm().self().world, /*final=*/true);
       op->comm().EndOperation();
