@@ -263,6 +263,142 @@ TEST(DeathAtAnyMoment) {
   }
 }
 
+// A rank is stopped past the others' deadline and wakes up.
+void Stopped(const Spec& spec, FaultPoint point) {
+  const uint64_t base = BaseFor(3);
+  constexpr int kVictim = 1;
+  Job job(3, 60, [&](int me, Board* board) {
+    Settings s = Pipelined((me == kVictim ? 100'000 : 300) * kMs);
+    s.algorithm = static_cast<int>(Algorithm::kTwoPhase);
+    const auto node = Enter(me, 3, 1, base, board, s);
+    Instance* call = node->Compile(spec);
+    CheckFine(node->RunChecked(call, me, 1, 1));
+    if (me == kVictim) {
+      fault.signal.store(SIGSTOP);
+      fault.point.store(static_cast<int>(point));
+    }
+    const Failure f = node->RunChecked(call, me, 2, 2);
+    CheckFailure(f, ErrorKind::kDeadlineExceeded, {"rank 1"});
+    // What belongs to the survivors stays theirs when the other wakes.
+    const fleet::Data canary = fleet::DataOf(spec, 77, me);
+    fault.point.store(0);
+    board->words[0].fetch_add(1);
+    while (board->words[0].load() < 3) SleepUs(1000);
+    CHECK(canary.in[0] == fleet::Operand(spec, 77, me, 0));
+    node->world().mutable_settings().timeout_ns = 100'000 * kMs;
+    for (int64_t launch = 3; launch <= 8; ++launch) {
+      CheckFine(
+          node->RunChecked(call, me, launch, static_cast<uint64_t>(launch)));
+    }
+    board->Meet(3, 4);
+  });
+  job.WaitStopped(kVictim);
+  while (job.board()->words[0].load() < 2) SleepUs(1000);
+  kill(job.pid(kVictim), SIGCONT);
+  job.Join();
+}
+
+TEST(AStoppedRankWakesTooLate) {
+  const Deadline deadline("AStoppedRankWakesTooLate", 120);
+  const std::vector<int> all = AllOf(3);
+  Stopped(fleet::Psum(all, 8), FaultPoint::kBeforePost);
+  Stopped(fleet::Psum(all, 3000), FaultPoint::kBeforePost);
+  Stopped(fleet::Psum(all, 3000), FaultPoint::kAfterPost);
+  Stopped(fleet::Call(OpKind::kAllGather, all, {Ints(2000)}),
+          FaultPoint::kAfterPost);
+}
+
+// Stopped with all its posts made: the others never waited for it.
+TEST(AStoppedRankThatIsNotNeeded) {
+  const Deadline deadline("AStoppedRankThatIsNotNeeded", 60);
+  const uint64_t base = BaseFor(2);
+  Job job(2, 50, [base](int me, Board* board) {
+    const auto node = Enter(me, 2, 1, base, board, Pipelined(300 * kMs));
+    Instance* call = node->Compile(fleet::Psum({0, 1}, 100));
+    if (me == 1) {
+      fault.signal.store(SIGSTOP);
+      fault.point.store(static_cast<int>(FaultPoint::kMidStages));
+    }
+    CheckFine(node->RunChecked(call, me, 1, 1));
+    fault.point.store(0);
+    board->words[0].fetch_add(1);
+    while (board->words[0].load() < 2) SleepUs(1000);
+    for (int64_t launch = 2; launch <= 8; ++launch) {
+      node->world().mutable_settings().timeout_ns = 100'000 * kMs;
+      CheckFine(
+          node->RunChecked(call, me, launch, static_cast<uint64_t>(launch)));
+    }
+    board->Meet(2, 4);
+  });
+  job.WaitStopped(1);
+  while (job.board()->words[0].load() < 1) SleepUs(1000);
+  kill(job.pid(1), SIGCONT);
+  job.Join();
+}
+
+// Rank 2 calls something else; everybody is told, and what the two called.
+TEST(DifferentCallsAreAMismatch) {
+  const Deadline deadline("DifferentCallsAreAMismatch", 120);
+  const std::vector<int> all = AllOf(3);
+  const Spec usual = fleet::Psum(all, 64);
+  const std::pair<Spec, const char*> others[] = {
+      {fleet::Psum(all, 65), "psum of float32[65]"},
+      {fleet::Psum(all, 5000), "psum of float32[5000]"},
+      {fleet::Call(OpKind::kPsum, all, {Ints(64)}), "psum of int32[64]"},
+      {fleet::Call(OpKind::kAllGather, all, {Floats(64)}),
+       "all_gather of float32[64]"},
+      {fleet::Call(OpKind::kPsum, all, {Floats(64), Ints(1)}),
+       "and 1 more arrays"},
+      {fleet::Barrier(all), "barrier over 3 ranks"},
+  };
+  for (const auto& [other, text] : others) {
+    const uint64_t base = BaseFor(3);
+    const std::pair<Spec, const char*> theirs = {other, text};
+    Job job(3, 60, [&, theirs](int me, Board* board) {
+      const auto node = Enter(me, 3, 1, base, board, Pipelined());
+      const Spec both = fleet::Psum(AllOf(3), 7, 9);
+      Instance* call = node->Compile(me == 2 ? theirs.first : usual);
+      Instance* same = node->Compile(both);
+      CheckFine(node->RunChecked(same, me, 1, 1));
+      const uint64_t begin = NowNs();
+      CheckFailure(
+          node->RunChecked(call, me, 2, 1), ErrorKind::kMismatch,
+          {"psum of float32[64] over 3 ranks", theirs.second, "rank 2"});
+      CHECK(NowNs() - begin < 20'000 * kMs);
+      // Ordinals still agree.
+      for (int64_t launch = 3; launch <= 6; ++launch) {
+        CheckFine(
+            node->RunChecked(same, me, launch, static_cast<uint64_t>(launch)));
+      }
+      board->Meet(3, 4);
+    });
+    job.Join();
+  }
+}
+
+// A child that a rank forks is no rank, and its end is nobody's death.
+TEST(AForkedChildDisturbsNobody) {
+  const Deadline deadline("AForkedChildDisturbsNobody", 60);
+  const uint64_t base = BaseFor(2);
+  Job job(2, 50, [base](int me, Board* board) {
+    const auto node = Enter(me, 2, 1, base, board, Pipelined());
+    Instance* call = node->Compile(fleet::Psum({0, 1}, 3000));
+    for (int64_t launch = 1; launch <= 5; ++launch) {
+      CHECK(!InForkedChild());
+      const int child = me == 0 ? fork() : -1;
+      if (child == 0) _exit(InForkedChild() ? 33 : 34);
+      CheckFine(node->RunChecked(call, me, launch, 1));
+      if (child < 0) continue;
+      int status = 0;
+      CHECK_EQ(waitpid(child, &status, 0), child);
+      CHECK_EQ(WEXITSTATUS(status), 33);
+    }
+    CHECK(!node->world().Dead(1 - me));
+    board->Meet(2, 4);
+  });
+  job.Join();
+}
+
 // The parent stops processes for a moment, again and again, while deadlines of
 // the same order strike.
 TEST(VerdictsAgreeThoughRanksAreStopped) {
