@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from stratacl_jax.bench import cases, layout, report, sweep
+from stratacl_jax.bench import cases, crowd, layout, report, sweep
 from stratacl_jax.runtime import cpus
 
 
@@ -32,8 +32,6 @@ class _Size(click.ParamType):
 
 
 _SIZE = _Size()
-# Cores that others may use before the output says so.
-_CROWDED = 0.1
 _DTYPES = (
     "float32",
     "float64",
@@ -191,7 +189,7 @@ def bench(
         others = run.others()
     for line in report.counters(ours):
         click.echo(line)
-    if others is not None and others > _CROWDED:
+    if others is not None and others > crowd.CROWDED:
         click.echo(
             f"\n# Others kept {others:.2f} of {os.cpu_count()} cores busy meanwhile: "
             "times say little, sleeps are too many."

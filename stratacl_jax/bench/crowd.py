@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 
+# Cores that others may use before the output says so.
+CROWDED = 0.1
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from stratacl_jax.bench import layout as layouts
 from stratacl_jax.bench.children import ChildFailed, RankSet
+from stratacl_jax.bench.crowd import CROWDED, Crowd
 from stratacl_jax.runtime import cpus
 
 _WORKER = "stratacl_jax.demo.worker"
@@ -36,12 +37,14 @@ class Run:
       losses: of steps 0, 1, ...: nats a byte.
       step_ms: of the same steps, the slowest rank's.
       communication_ms: one psum of the gradients.
+      others: cores that other processes of this host kept busy meanwhile.
       facts: sizes of the model and the text.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     step_ms: list[float] = dataclasses.field(default_factory=list)
     communication_ms: float = 0.0
+    others: float | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -204,6 +207,7 @@ def train(
         run.facts = ranks.call(
             "setup", timeout_s=left(), sequences=sequences, seed=seed
         )[0]
+        crowd = Crowd(ranks.pids)
         chunk = 1
         while len(run.losses) < steps:
             if run.losses and time.monotonic() + run.median_ms / 1e3 * chunk > end:
@@ -223,6 +227,7 @@ def train(
             run.communication_ms = max(replies)
             repeats = round(_COMMUNICATION_MS / run.communication_ms)
             repeats = max(3, min(200, repeats))
+        run.others = crowd.cores()
     return run
 
 
@@ -249,11 +254,11 @@ def _print(
     console.print(
         f"Transformer of {facts['parameters'] / 1e6:.2f} M parameters: "
         f"{facts['gradient_bytes'] / 1e6:.1f} MB of f32 gradients in "
-        f"{facts['arrays']} arrays, one psum a step.\n"
+        f"{facts['arrays']} arrays,\none psum a step. "
         f"{layout.ranks} ranks ({layout}: processes x devices) on "
-        f"{cpus.affinity_cpus()} cores; each step {batch} sequences of "
-        f"{facts['length']} bytes, seed {seed}, out of\n"
-        f"{facts['text_bytes'] / 1e6:.1f} MB of Python's standard library "
+        f"{cpus.affinity_cpus()} cores; each step\n{batch} sequences of "
+        f"{facts['length']} bytes, seed {seed}, out of "
+        f"{facts['text_bytes'] / 1e6:.1f} MB of Python's standard library\n"
         f"({facts['text_files']} files)."
     )
     table = Table()
@@ -274,10 +279,15 @@ def _print(
     table.add_row("bytes of text a second", *(f"{rate:.0f}" for rate in rates), "")
     console.print(table)
     console.print(
-        "step: median of all but the first two. communication: psum of a pytree "
-        "like the gradients,\nmedian of programs of four dependent ones, over four; "
+        "step: median of all but the first two. communication: psum of a pytree\n"
+        "like the gradients, median of programs of four dependent ones, over four;\n"
         "in a step it may overlap with work or wait for it."
     )
+    others = max(run.others or 0.0 for run in (ours, theirs))
+    if others > CROWDED:
+        console.print(
+            f"Other processes kept {others:.1f} cores busy meanwhile: times say little."
+        )
     difference = agreement(ours, theirs)
     agree = difference <= _TOLERANCE
     verdict = "equal to rounding" if agree else "NOT EQUAL"
