@@ -215,12 +215,12 @@ def test_rows_show_ratios() -> None:
 
 
 def test_counters_are_shown() -> None:
-    names = ("deferred", "sleeps", "wakes")
+    names = ("deferred", "sleeps", "wakes", "page_faults")
     names += ("eager_bytes", "staged_bytes", "direct_bytes")
     gained = dict.fromkeys(names, 0.25) | {"staged_bytes": 4096.0}
     cell = make_cell(counters=gained)
     *_, row = report.counters([cell, make_cell(error="no")])
-    assert row.split() == ["psum", "1048576", *3 * ["0.250"], "0", "4096", "0"]
+    assert row.split() == ["psum", "1048576", *4 * ["0.250"], "0", "4096", "0"]
     record = json.loads(report.json_line(cell, OPTIONS))
     assert record["per_call"]["staged_bytes"] == 4096
 
@@ -384,7 +384,7 @@ def test_wrong_cells_are_found(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
-    arguments = ["psum", "-e", "64M", "-f", "1024", "--rounds", "1000000"]
+    arguments = ["psum", "-e", "64M", "-f", "1024"]
     with procs.start([*COMMAND, *arguments], deadline=100) as child:
         child.wait_for("inprocess  ")  # a row: all have started
         child.signal(number)

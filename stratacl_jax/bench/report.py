@@ -39,8 +39,8 @@ def preamble(options: Options, cores: int) -> list[str]:
     if options.peers:
         lines.append(f"# ratio: time of the peer / time of {OURS}")
     lines.append(
-        "# memcpy: each rank, all at once, copies as many bytes as its result has: "
-        "no collective can be faster"
+        "# memcpy: each rank, all at once, copies as many bytes as its result has, "
+        "warm and private"
     )
     return lines
 
@@ -83,22 +83,23 @@ def rows(cells: Sequence[Cell], options: Options) -> list[str]:
 
 
 def counters(cells: Sequence[Cell]) -> list[str]:
-    """A table of what does not drift with the machine's load; none of our cells
-    may be in error, and cells of peers are left out."""
-    names = ("op", "size", "sleeps", "wakes", "deferred", "eager", "staged", "direct")
-    units = ("", "(B)", "", "", "", "(B)", "(B)", "(B)")
-    widths = (13, 11, 9, 9, 9, 11, 11, 11)
+    """A table of what does not depend on the machine's speed: the ledger's gain in
+    each of `cells`. Cells without (peers, errors) are left out."""
+    names = ("op", "size", "sleeps", "wakes", "deferred", "faults")
+    names += ("eager", "staged", "direct")
+    units = ("", "(B)", "", "", "", "", "(B)", "(B)", "(B)")
+    widths = (13, 11, 8, 8, 9, 9, 11, 11, 11)
     lines = [
         "",
         f"# {OURS}, in each call of a rank: futex sleeps and wakes, calls handed to "
         "another thread,",
-        "# and operand bytes by the way they went",
+        "# page faults, and operand bytes by the way they went",
     ]
     for heads in (names, units):
         line = "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
         lines.append("#" + line[1:])
     keys = (
-        *("sleeps", "wakes", "deferred"),
+        *("sleeps", "wakes", "deferred", "page_faults"),
         *("eager_bytes", "staged_bytes", "direct_bytes"),
     )
     for cell in cells:

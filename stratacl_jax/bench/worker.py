@@ -23,6 +23,7 @@ LEDGER = (
     "deferred",
     "sleeps",
     "wakes",
+    "page_faults",
     "eager_bytes",
     "staged_bytes",
     "direct_bytes",
@@ -106,8 +107,7 @@ class Bench:
     def copy(self, seconds: float) -> float:
         """Copies as many bytes as a result has, on each local rank at once.
 
-        Both buffers are warm and private: what the memory allows, and no
-        collective can be faster.
+        Both buffers are warm and private: what plain copying costs here.
 
         Args:
           seconds: about how long to go on.
