@@ -80,6 +80,7 @@ bool Shutdown(double grace_s) {
     armed = false;  // everything stays as it is
     return false;
   }
+  rt->engine->GiveWindowsBack();
   std::unique_ptr<Arena> arena = rt->world->TakeArena();
   rt->engine.reset();
   rt->world.reset();  // instances only look at `open` from now on

@@ -261,8 +261,8 @@ bool Confirm(Op* op, Failure* failure) {
     if (GenOf(state) == post.gen) {
       // One-sided: copied bytes are right whatever becomes of the sender, and
       // so are XLA's own in this process, where the sender waits for us.
-      const bool lasting = op->binding->transport == Transport::kStaged ||
-                           comm.one_process();
+      const bool lasting =
+          op->binding->transport == Transport::kStaged || comm.one_process();
       if (!op->binding->all_read_me && lasting) continue;
       // Everything that the requester waits for is there, for it was here.
       if (Help(&comm.rank(p).rw->slots[post.index], post.gen)) continue;

@@ -17,6 +17,7 @@ enum class FaultPoint : int {
   kBeforeAck = 4,       // all read, nothing acknowledged
   kAfterAck = 5,        // acknowledged, not returned
   kAbortRequested = 6,  // ABORT_REQ stands, not resolved
+  kMidStores = 7,       // a part is stored to the peers, more may follow
 };
 
 struct Fault {

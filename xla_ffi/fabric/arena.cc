@@ -182,11 +182,7 @@ void Arena::Detach() {
     if (alias != nullptr) munmap(alias, span_);
     alias = nullptr;
   }
-  // The posting tables; nobody looks at them any more.
-  if (memfd_ >= 0) {
-    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
-              static_cast<off_t>(heap_offset_));
-  }
+  // Not the posting tables: what was posted still serves peers that come later.
   Trim(0, span_);
 }
 
