@@ -102,6 +102,13 @@ Engine::Engine(World* world) : world_(world), ranks_(kMaxLocalRanks) {
   }
 }
 
+void Engine::GiveWindowsBack() {
+  for (RankState& rank : ranks_) {
+    if (rank.slots == nullptr) continue;
+    for (int s = 0; s < kSlots; ++s) detail::DropWindow(&rank, s);
+  }
+}
+
 Outcome Engine::Start(Binding* b, int64_t run_id, const void* const* in,
                       void* const* out, std::unique_ptr<Op>* pending,
                       Failure* failure) {
