@@ -73,7 +73,7 @@ class Armed {
   size_t used() const { return arena_->allocator().used(); }
   void Leave() {
     Interception::Disarm();
-    arena_->Detach();
+    arena_->Detach(/*unread=*/true);
   }
 
  private:
@@ -306,7 +306,7 @@ TEST(LaterArenasServeAndEarlierOnesTakeBack) {
     if (i == 0) where = again->base();
     CHECK_EQ(again->base(), where);
     StandInFree(Get(1 << 16));
-    again->Detach();
+    again->Detach(/*unread=*/true);
     Interception::DropEmpty();
   }
 }
@@ -334,7 +334,7 @@ TEST(NobodyGetsABlockOfADroppedArena) {
     const Armed arena;
     while (Interception::counts().blocks == 0) std::this_thread::yield();
     Interception::Disarm();
-    arena->Detach();
+    arena->Detach(/*unread=*/true);
     Interception::DropEmpty();
   }
   stop.store(true, std::memory_order_relaxed);
