@@ -125,6 +125,9 @@ def run_script(path: str) -> None:
 def run_module(name: str) -> None:
     """Runs a module as `python -m name` does, in a `__main__` that stays."""
     sys.path[0] = os.getcwd()
+    if name.partition(".")[0] == "stratacl_jax":
+        # The launcher's own copy, even where another lies in this directory.
+        sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name += ".__main__"

@@ -264,7 +264,7 @@ def launch_command(
 ) -> list[str]:
     """The command line of `stratacl launch`."""
     return [
-        *(sys.executable, "-m", "stratacl_jax", "launch"),
+        *(sys.executable, "-P", "-m", "stratacl_jax", "launch"),
         *("-n", str(processes), "--devices-per-process", str(devices)),
         *options,
         *(os.fspath(program), *arguments),

@@ -299,7 +299,7 @@ def test_usage_errors(arguments: list[str]) -> None:
     assert "Traceback" not in result.output
 
 
-COMMAND = (sys.executable, "-m", "stratacl_jax", "bench")
+COMMAND = (sys.executable, "-P", "-m", "stratacl_jax", "bench")
 QUICK = ("-f", "1024", "--rounds", "1", "--iters", "2")
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("optax")
 
 from stratacl_jax.demo import cli, corpus, demo
 
-COMMAND = (sys.executable, "-m", "stratacl_jax", "demo")
+COMMAND = (sys.executable, "-P", "-m", "stratacl_jax", "demo")
 
 
 def test_corpus_is_the_same_each_time() -> None:

@@ -451,7 +451,7 @@ def test_statuses():
 
 
 def test_command_line_without_its_optional_parts():
-    result = procs.run([sys.executable, "-m", "stratacl_jax", "--help"])
+    result = procs.run([sys.executable, "-P", "-m", "stratacl_jax", "--help"])
     assert result.code == 0, result
     for command in ("launch", "info", "demo", "bench"):
         assert command in result.out

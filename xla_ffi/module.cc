@@ -87,6 +87,7 @@ bool Shutdown(double grace_s) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     unread = rt->engine->Drained();
   }
+  rt->engine->GiveWindowsBack();
   std::unique_ptr<Arena> arena = rt->world->TakeArena(unread);
   rt->engine.reset();
   rt->world.reset();  // instances only look at `open` from now on

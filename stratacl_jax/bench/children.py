@@ -150,7 +150,7 @@ class RankSet:
         env = environment(layout, x64=x64)
         try:
             for process_id in range(layout.processes):
-                command = [sys.executable, "-m", module, "--impl", impl]
+                command = [sys.executable, "-P", "-m", module, "--impl", impl]
                 command += ["--processes", str(layout.processes)]
                 command += ["--devices", str(layout.devices)]
                 command += ["--process-id", str(process_id)]

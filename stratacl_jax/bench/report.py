@@ -85,8 +85,10 @@ def rows(cells: Sequence[Cell], options: Options) -> list[str]:
 def counters(cells: Sequence[Cell]) -> list[str]:
     """A table of what does not depend on the machine's speed: the ledger's gain in
     each of `cells`. Cells without (peers, errors) are left out."""
-    names = ("op", "size", "sleeps", "wakes", "deferred", "faults")
-    names += ("eager", "staged", "direct")
+    names = (
+        *("op", "size", "sleeps", "wakes", "deferred", "faults"),
+        *("eager", "staged", "direct"),
+    )
     units = ("", "(B)", "", "", "", "", "(B)", "(B)", "(B)")
     widths = (13, 11, 8, 8, 9, 9, 11, 11, 11)
     lines = [

@@ -25,9 +25,10 @@ def measure() -> dict[str, Any]:
     Raises:
       StrataError: they failed; the message holds what they said.
     """
+    # -P: this installation, even where a checkout of it is the working directory.
     command = [
-        *(sys.executable, "-m", "stratacl_jax", "launch", "-n", "2", "--no-label"),
-        *("--timeout", str(_DEADLINE_S), "-m", __name__),
+        *(sys.executable, "-P", "-m", "stratacl_jax", "launch", "-n", "2"),
+        *("--no-label", "--timeout", str(_DEADLINE_S), "-m", __name__),
     ]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=_DEADLINE_S + 30, check=False

@@ -51,9 +51,15 @@ def native_module() -> Any:
             f"the fabric needs Linux, this is {platform.system()}; every operator is "
             "jax.lax's own here"
         )
-    # Not `from .. import`: type checkers know it only where it has been built.
-    import stratacl_jax._native as native
-
+    try:
+        # Not `from .. import`: type checkers know it only where it has been built.
+        import stratacl_jax._native as native
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "stratacl_jax was imported from its sources, where it is not built "
+            f"({error}): `pip install .`, then run from another directory, with the "
+            "`stratacl` command, or with `python -P`"
+        ) from error
     return native
 
 

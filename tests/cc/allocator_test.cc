@@ -36,6 +36,10 @@ size_t RandomBytes(Random& random) {
 // Blocks in use, by offset; fails where two overlap.
 class Model {
  public:
+  size_t end() const {
+    return blocks_.empty() ? 0
+                           : blocks_.rbegin()->first + blocks_.rbegin()->second;
+  }
   void Add(size_t offset, size_t bytes) {
     const auto next = blocks_.lower_bound(offset);
     CHECK(next == blocks_.end() || offset + bytes <= next->first);
@@ -53,6 +57,12 @@ class Model {
     used_ -= it->second;
     blocks_.erase(it);
     return offset;
+  }
+  void Remove(size_t offset) {
+    const auto it = blocks_.find(offset);
+    CHECK(it != blocks_.end());
+    used_ -= it->second;
+    blocks_.erase(it);
   }
   size_t used() const { return used_; }
   bool empty() const { return blocks_.empty(); }
@@ -102,6 +112,84 @@ TEST(RandomUseKeepsInvariants) {
     CHECK_EQ(allocator.Allocate(total / 2), 0u);
     CHECK(refused < 6000);
   }
+}
+
+TEST(TheTailIsTakenAndComesBack) {
+  const Deadline deadline("TheTailIsTakenAndComesBack", 60);
+  for (uint64_t seed : Seeds("TheTailIsTakenAndComesBack", 4)) {
+    Random random(seed);
+    const size_t total = (random.Below(20000) + 500) * kGranule;
+    Allocator allocator(total);
+    Model model;
+    size_t taken = Allocator::kFull;  // a tail, while it is out
+    int tails = 0;
+    for (int step = 0; step < 6000; ++step) {
+      const size_t high = allocator.high_water();
+      CHECK(high >= model.end() || taken != Allocator::kFull);
+      if (random.OneIn(8) && taken == Allocator::kFull) {
+        const size_t keep = random.Below(high + 40 * kGranule);
+        const size_t upto = random.Below(total + 40 * kGranule);
+        size_t end = 0;
+        taken = allocator.TakeTail(keep, upto, &end);
+        // There is one whenever something free lies past `keep`.
+        CHECK_EQ(taken == Allocator::kFull,
+                 std::max(keep, model.end()) > high - kGranule || high == 0);
+        if (taken == Allocator::kFull) continue;
+        ++tails;
+        CHECK((taken >= keep && taken < keep + kGranule) ||
+              taken == model.end());
+        CHECK_EQ(end,
+                 std::max(high, std::min(total, upto / kGranule * kGranule)));
+        CHECK_EQ(allocator.SizeOf(taken), end - taken);
+        CHECK_EQ(allocator.high_water(), high);
+        model.Add(taken, end - taken);
+      } else if (random.OneIn(3) && taken != Allocator::kFull) {
+        allocator.Free(taken);
+        model.Remove(taken);
+        const size_t before = allocator.high_water();
+        allocator.LowerHighWater(taken);
+        // Unless somebody sits behind it.
+        CHECK_EQ(allocator.high_water(), model.end() <= taken ? taken : before);
+        taken = Allocator::kFull;
+      } else if (random.Below(10) < (step / 500 % 2 == 0 ? 7u : 3u) ||
+                 model.empty()) {
+        const size_t offset = allocator.Allocate(RandomBytes(random));
+        if (offset == Allocator::kFull) continue;
+        model.Add(offset, allocator.SizeOf(offset));
+      } else {
+        const size_t offset = model.RemoveAny(random);
+        if (offset == taken) taken = Allocator::kFull;
+        allocator.Free(offset);
+      }
+      CHECK_EQ(allocator.used(), model.used());
+      if (step % 50 == 0) allocator.CheckInvariants();
+    }
+    CHECK(tails > 20);
+    while (!model.empty()) allocator.Free(model.RemoveAny(random));
+    allocator.CheckInvariants();
+    allocator.LowerHighWater(0);
+    CHECK_EQ(allocator.high_water(), 0u);
+    size_t end = 0;
+    CHECK_EQ(allocator.TakeTail(0, total, &end), Allocator::kFull);
+    CHECK_EQ(allocator.Allocate(total / 2), 0u);
+    CHECK_EQ(allocator.TakeTail(0, total, &end), Allocator::kFull);
+  }
+}
+
+TEST(NothingComesFromAClosedOne) {
+  Allocator allocator(64 * kGranule);
+  const size_t a = allocator.Allocate(kGranule);
+  CHECK(!allocator.Close());
+  CHECK(allocator.Allocate(kGranule) != Allocator::kFull);
+  allocator.Free(a);
+  CHECK(!allocator.Close());
+  allocator.Free(a + kGranule);
+  CHECK(allocator.Close());
+  CHECK(allocator.Close());
+  CHECK_EQ(allocator.Allocate(kGranule), Allocator::kFull);
+  size_t end = 0;
+  CHECK_EQ(allocator.TakeTail(0, 0, &end), Allocator::kFull);
+  allocator.CheckInvariants();
 }
 
 TEST(FullAndThenReused) {

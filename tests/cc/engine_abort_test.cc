@@ -84,10 +84,22 @@ TEST(ADeadlineNamesTheMissingAndTheNextLaunchIsClean) {
   }
 }
 
+// That a test has met both ends, or it has shown nothing.
+struct Verdicts {
+  std::atomic<int> fine{0}, failed{0};
+  void Add(bool good) { (good ? fine : failed) += 1; }
+  void CheckBoth() const {
+    const std::string text = std::to_string(fine.load()) + " fine, " +
+                             std::to_string(failed.load()) + " failed";
+    std::printf("  %s\n", text.c_str());
+    CHECK_MSG(fine.load() > 0 && failed.load() > 0, text);
+  }
+};
+
 // Deadlines that strike while posts arrive: whatever happens, all ranks agree
 // on each call, and results of calls that succeed are right.
 void AgreeOnVerdicts(uint64_t seed, Spec spec, int ranks, bool direct,
-                     int algorithm) {
+                     int algorithm, Verdicts* verdicts) {
   constexpr int kLaunches = 60;
   Random setup(seed);
   Settings s = Short(200'000 + setup.Below(1'500'000), direct);
@@ -112,25 +124,29 @@ void AgreeOnVerdicts(uint64_t seed, Spec spec, int ranks, bool direct,
                 "launch " + std::to_string(launch + 1) + " of seed " +
                     std::to_string(seed));
     }
+    verdicts->Add(good[static_cast<size_t>(launch)][0] == 1);
   }
 }
 
 TEST(VerdictsAgree) {
   const Deadline deadline("VerdictsAgree", 200);
+  Verdicts verdicts;
   for (uint64_t seed : Seeds("VerdictsAgree", 6)) {
     const int n = seed % 2 ? 2 : 4;
     const std::vector<int> group = AllOf(n);
-    AgreeOnVerdicts(seed, fleet::Psum(group, 10), n, true, 0);
-    AgreeOnVerdicts(seed, fleet::Psum(group, 3000), n, true, 2);
-    AgreeOnVerdicts(seed, fleet::Psum(group, 3000), n, false, 2);
-    AgreeOnVerdicts(seed, fleet::Barrier(group), n, true, 0);
+    AgreeOnVerdicts(seed, fleet::Psum(group, 10), n, true, 0, &verdicts);
+    AgreeOnVerdicts(seed, fleet::Psum(group, 3000), n, true, 2, &verdicts);
+    AgreeOnVerdicts(seed, fleet::Psum(group, 3000), n, false, 2, &verdicts);
+    AgreeOnVerdicts(seed, fleet::Barrier(group), n, true, 0, &verdicts);
   }
+  verdicts.CheckBoth();
 }
 
 // Permutations agree on nothing, but a value that arrives is right, nothing
 // hangs, and launches stay in step.
 TEST(PermutationsUnderDeadlines) {
   const Deadline deadline("PermutationsUnderDeadlines", 120);
+  Verdicts verdicts;
   for (uint64_t seed : Seeds("PermutationsUnderDeadlines", 4)) {
     for (int64_t count : {8, 3000}) {
       Random setup(seed);
@@ -138,7 +154,6 @@ TEST(PermutationsUnderDeadlines) {
       Node node(3, s);
       Instance* i = node.Compile(
           fleet::Ppermute(AllOf(3), count, {{0, 1}, {1, 2}, {2, 0}}));
-      std::atomic<int> fine{0};
       RunThreads(3, [&](int rank) {
         Random random(seed * 1000 + static_cast<uint64_t>(rank));
         for (int launch = 1; launch <= 60; ++launch) {
@@ -146,7 +161,7 @@ TEST(PermutationsUnderDeadlines) {
           const Failure f =
               node.RunChecked(i, rank, launch, static_cast<uint64_t>(launch));
           if (f) CheckFailure(f, ErrorKind::kDeadlineExceeded);
-          fine += !f;
+          verdicts.Add(!f);
         }
       });
       node.world().mutable_settings().timeout_ns = 100'000 * kMs;
@@ -158,12 +173,14 @@ TEST(PermutationsUnderDeadlines) {
       });
     }
   }
+  verdicts.CheckBoth();
 }
 
 // Several calls a launch in flight at once; one of them gives up while others
 // are anywhere.  Then all ranks begin the next launch.
 TEST(SiblingsOfAnAbortedCall) {
   const Deadline deadline("SiblingsOfAnAbortedCall", 120);
+  Verdicts seen;
   for (uint64_t seed : Seeds("SiblingsOfAnAbortedCall", 4)) {
     constexpr int kRanks = 3;
     Node node(kRanks, Short(2 * kMs, seed % 2));
@@ -226,9 +243,11 @@ TEST(SiblingsOfAnAbortedCall) {
           bad += verdict != 1;
         }
         CHECK(good == 0 || bad == 0);
+        seen.Add(good != 0);
       }
     }
   }
+  seen.CheckBoth();
 }
 
 // A launch that fails in one communicator before it came to another leaves the

@@ -17,41 +17,50 @@ using fleet::Stepped;
 using harness::Deadline;
 
 // While it lives, the first operation to pass the point is held there until
-// `then` has run.
+// `then` has run; after that, the first to pass the next point, and so on.
 class Hold {
  public:
-  Hold(FaultPoint at, std::function<void()> then) {
-    then_ = std::move(then);
-    struck_ = false;
+  using Step = std::pair<FaultPoint, std::function<void()>>;
+
+  Hold(FaultPoint at, std::function<void()> then)
+      : Hold({Step(at, std::move(then))}) {}
+  explicit Hold(std::vector<Step> steps) {
+    steps_ = std::move(steps);
+    next_ = 0;
     failure_ = nullptr;
     struct sigaction action = {};
+    action.sa_flags = SA_NODEFER;
     action.sa_handler = [](int) { Strike(); };
     sigaction(SIGUSR1, &action, nullptr);
     fault.signal.store(SIGUSR1);
-    fault.countdown.store(0);
-    fault.point.store(static_cast<int>(at));
+    Arm();
   }
   ~Hold() { fault.point.store(0); }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
 
   void Check() const {
-    CHECK(struck_);
     if (failure_ != nullptr) std::rethrow_exception(failure_);
+    CHECK_EQ(next_, steps_.size());
   }
 
  private:
+  static void Arm() {
+    if (next_ == steps_.size()) return;
+    fault.countdown.store(0);
+    fault.point.store(static_cast<int>(steps_[next_].first));
+  }
   static void Strike() {
     fault.point.store(0);  // not for what `then` runs
-    struck_ = true;
     try {
-      then_();
+      steps_[next_++].second();
     } catch (...) {
       failure_ = std::current_exception();  // no way through a signal frame
     }
+    Arm();
   }
-  static inline std::function<void()> then_;
-  static inline bool struck_;
+  static inline std::vector<Step> steps_;
+  static inline size_t next_;
   static inline std::exception_ptr failure_;
 };
 
@@ -169,6 +178,28 @@ TEST(APostIntoAnAbortedLaunchReadsNothing) {
     CheckFailure(lost.failure(), ErrorKind::kDeadlineExceeded);
     CheckFailure(reader.failure(), ErrorKind::kDeadlineExceeded);
     CHECK(source.Step() == Outcome::kDone);
+  }
+}
+
+// The same in a call of all to all: there rank 0 may have succeeded by the very
+// post, so rank 1 must not fail for its launch alone.
+TEST(APostIntoAnAbortedLaunchMayBeTheLastOneMissing) {
+  const Deadline deadline("APostIntoAnAbortedLaunchMayBeTheLast", 60);
+  for (int64_t count : {4, 2000}) {
+    Node node(2, Staged(20 * kMs));
+    Instance* sibling = node.Compile(fleet::Psum({0, 1}, 10));
+    Instance* i = node.Compile(fleet::Psum({0, 1}, count));
+    Stepped call0(&node, i, 0, 1, 1);
+    Stepped lost(&node, sibling, 1, 1, 1);
+    const Hold hold({
+        {FaultPoint::kBeforePost, [&] { Finish(&lost); }},
+        {FaultPoint::kAfterPost,
+         [&] { CHECK(call0.Step() == Outcome::kDone); }},
+    });
+    Stepped call1(&node, i, 1, 1, 1);
+    hold.Check();
+    CheckFailure(lost.failure(), ErrorKind::kDeadlineExceeded);
+    CHECK(call1.done());
   }
 }
 

@@ -41,34 +41,6 @@ Settings Stepping() {
   return s;
 }
 
-// One of each, from bytes that ride in the slot to several chunks.
-std::vector<Spec> EveryCall(const std::vector<int>& group) {
-  const int n = static_cast<int>(group.size());
-  std::vector<std::pair<int, int>> ring, one = {{0, n - 1}}, self = {{0, 0}};
-  for (int p = 0; p < n; ++p) ring.emplace_back(p, (p + 1) % n);
-  std::vector<Spec> calls = {
-      fleet::Psum(group, 2),
-      fleet::Call(OpKind::kPsum, group, {Ints(150)}),
-      fleet::Psum(group, 2501),
-      fleet::Call(OpKind::kPsum, group,
-                  {Ints(7), Floats(300), Ints(0), Ints(1000), Floats(1)}),
-      fleet::Call(OpKind::kAllGather, group, {Ints(3)}),
-      fleet::Call(OpKind::kAllGather, group, {Floats(900), Ints(5)}),
-      fleet::Call(OpKind::kPsumScatter, group, {Floats(2 * n)}),
-      fleet::Call(OpKind::kPsumScatter, group, {Floats(600 * n), Ints(n)}),
-      fleet::Barrier(group),
-      fleet::Ppermute(group, 5, ring),
-      fleet::Ppermute(group, 2000, ring),
-      fleet::Ppermute(group, 1500, one),
-      fleet::Ppermute(group, 10, self),
-      fleet::Call(OpKind::kPsum, group, {Ints(0)}),
-  };
-  for (size_t i = 0; i < calls.size(); ++i) {
-    calls[i].channel = static_cast<int64_t>(i);
-  }
-  return calls;
-}
-
 void Doze(Random& random, uint64_t one_in, uint64_t at_most_us) {
   if (!random.OneIn(one_in)) return;
   std::this_thread::sleep_for(
@@ -79,7 +51,8 @@ void RunEveryCall(int n, const Settings& settings, int launches,
                   uint64_t seed) {
   Node node(n, settings);
   std::vector<Instance*> calls;
-  for (const Spec& s : EveryCall(AllOf(n))) calls.push_back(node.Compile(s));
+  for (const Spec& s : fleet::EveryCall(AllOf(n)))
+    calls.push_back(node.Compile(s));
   RunThreads(n, [&](int rank) {
     Random random(seed * 100 + static_cast<uint64_t>(rank));
     for (int launch = 1; launch <= launches; ++launch) {
@@ -117,6 +90,31 @@ TEST(EveryCallOnEveryTransport) {
   }
 }
 
+// Who sleeps is woken by the post it waits for, not by its next look.
+TEST(PostsEndSleeps) {
+  const Deadline deadline("PostsEndSleeps", 100);
+  Settings s;
+  s.inplace_ns = 100'000 * fleet::kMs;
+  Node node(2, s);
+  Instance* i = node.Compile(fleet::Psum({0, 1}, 8));
+  std::atomic<uint64_t> posting{0};
+  std::vector<uint64_t> late;
+  RunThreads(2, [&](int rank) {
+    for (uint64_t salt = 0; salt < 41; ++salt) {
+      if (rank == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        posting.store(NowNs());
+      }
+      CheckFine(node.RunChecked(i, rank, 1, salt));
+      if (rank == 0) late.push_back(NowNs() - posting.load());
+    }
+  });
+  std::sort(late.begin(), late.end());
+  CHECK(node.world().counters().sleeps.load() > 0);
+  // The next look would come up to 50 ms later, 25 ms on average.
+  CHECK_MSG(late[20] < 15 * fleet::kMs, std::to_string(late[20]) + " ns");
+}
+
 // More ranks than a slot has acknowledgement words.
 TEST(ManyRanks) {
   const Deadline deadline("ManyRanks", 60);
@@ -150,7 +148,7 @@ TEST(CallsInAnyOrder) {
     s.chunk_bytes = 1024;
     Node node(kRanks, s);
     std::vector<Instance*> calls;
-    for (const Spec& spec : EveryCall(AllOf(kRanks))) {
+    for (const Spec& spec : fleet::EveryCall(AllOf(kRanks))) {
       calls.push_back(node.Compile(spec));
       calls.push_back(node.Compile(spec));
     }

@@ -68,6 +68,34 @@ inline Spec Ppermute(const std::vector<int>& group, int64_t count,
   return s;
 }
 
+// One of each, from bytes that ride in the slot to several chunks.
+inline std::vector<Spec> EveryCall(const std::vector<int>& group) {
+  const int n = static_cast<int>(group.size());
+  std::vector<std::pair<int, int>> ring, one = {{0, n - 1}}, self = {{0, 0}};
+  for (int p = 0; p < n; ++p) ring.emplace_back(p, (p + 1) % n);
+  std::vector<Spec> calls = {
+      Psum(group, 2),
+      Call(strata::OpKind::kPsum, group, {Ints(150)}),
+      Psum(group, 2501),
+      Call(strata::OpKind::kPsum, group,
+           {Ints(7), Floats(300), Ints(0), Ints(1000), Floats(1)}),
+      Call(strata::OpKind::kAllGather, group, {Ints(3)}),
+      Call(strata::OpKind::kAllGather, group, {Floats(900), Ints(5)}),
+      Call(strata::OpKind::kPsumScatter, group, {Floats(2 * n)}),
+      Call(strata::OpKind::kPsumScatter, group, {Floats(600 * n), Ints(n)}),
+      Barrier(group),
+      Ppermute(group, 5, ring),
+      Ppermute(group, 2000, ring),
+      Ppermute(group, 1500, one),
+      Ppermute(group, 10, self),
+      Call(strata::OpKind::kPsum, group, {Ints(0)}),
+  };
+  for (size_t i = 0; i < calls.size(); ++i) {
+    calls[i].channel = static_cast<int64_t>(i);
+  }
+  return calls;
+}
+
 struct Data {
   std::vector<std::vector<unsigned char>> in, out;
   std::vector<const void*> ins;

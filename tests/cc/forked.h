@@ -90,6 +90,12 @@ class Job {
     pid = 0;
     return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
   }
+  // Waits until process p is stopped.
+  void WaitStopped(int p) {
+    int status = 0;
+    while (waitpid(pid(p), &status, WUNTRACED) < 0) CHECK(errno == EINTR);
+    CHECK(WIFSTOPPED(status));
+  }
   // All ended well, but for those that the test killed.
   void Join(const std::vector<int>& killed = {}) {
     std::string bad;

@@ -350,6 +350,13 @@ bool SlotOver(RankState* rank, int slot, uint64_t gen) {
   return true;
 }
 
+void DropWindow(RankState* rank, int slot) {
+  LocalSlot& local = rank->slots[static_cast<size_t>(slot)];
+  if (local.window == nullptr || !TakeSlot(rank, slot)) return;
+  GiveWindowBack(&local);
+  local.claimed.store(0, std::memory_order_release);
+}
+
 void ReleaseSlot(Op* op) {
   LocalSlot& local = op->local();
   const bool large = local.window != nullptr && !local.queued;

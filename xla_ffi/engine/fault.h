@@ -18,6 +18,7 @@ enum class FaultPoint : int {
   kAfterAck = 5,        // acknowledged, not returned
   kAbortRequested = 6,  // ABORT_REQ stands, not resolved
   kGivingUp = 7,        // about to ask for an abort
+  kMidStores = 8,       // a part is stored to the peers, more may follow
 };
 
 struct Fault {

@@ -61,11 +61,13 @@ Waited Wait(Op* op, uint64_t budget_ns, Failure* failure) {
     if (r < 0 || now >= op->check_ns) {
       if (detail::SlowCheck(op, now, failure)) return Waited::kFailed;
       op->check_ns = now + kCheckEveryNs;
+      const uint64_t deadline = op->start_ns + set.timeout_ns;
+      if (now < deadline) op->check_ns = Min(op->check_ns, deadline);
       r = Ready(op);
       if (r > 0) return Waited::kReady;
     }
     if (now - begin >= budget_ns) return Waited::kBudget;
-    uint64_t slice = Min(kCheckEveryNs, budget_ns - (now - begin));
+    uint64_t slice = Min(op->check_ns - now, budget_ns - (now - begin));
     if (op->at == Op::At::kClaim) {
       const bool lasts = now - begin >= kLongCreditWaitNs;
       slice = Min(slice, lasts ? kLongCreditPollNs : kCreditPollNs);
@@ -97,6 +99,13 @@ Engine::Engine(World* world) : world_(world), ranks_(kMaxLocalRanks) {
     state.control = rank.rw;
     state.slots = std::make_unique<LocalSlot[]>(kSlots);
     state.windows.reserve(kSlots);
+  }
+}
+
+void Engine::GiveWindowsBack() {
+  for (RankState& rank : ranks_) {
+    if (rank.slots == nullptr) continue;
+    for (int s = 0; s < kSlots; ++s) detail::DropWindow(&rank, s);
   }
 }
 
@@ -225,12 +234,12 @@ Outcome Engine::Continue(Op* op, uint64_t budget_ns, Failure* failure) {
     MaybeFault(FaultPoint::kBeforePost);
     detail::Post(op);
     MaybeFault(FaultPoint::kAfterPost);
-    // A sibling may have aborted this launch meanwhile.  A source of a
-    // one-sided operation then takes this post for one that will not read.
-    // Looked at after the post, before any read.  Where everybody needs
-    // everybody the source is still there, a peer may have succeeded already by
-    // this post, and giving up takes a request like any other abort.
-    if (!b->all_read_me && op->comm().Aborted(op->key.launch)) {
+    // A sibling may have aborted this launch meanwhile; a one-sided source then
+    // takes this post for one that will not read.  Looked at after the post,
+    // before any read.  (In a mesh operator no source is done without this
+    // post, and one that is done by it counts on this rank.)
+    const bool mesh = b->all_read_me && !plan.sources.empty();
+    if (!mesh && op->comm().Aborted(op->key.launch)) {
       *failure = op->comm().Why();
       detail::Abort(op, *failure, op->comm().self().world, /*final=*/true);
       op->comm().EndOperation();

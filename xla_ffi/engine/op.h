@@ -100,6 +100,8 @@ class Engine {
   void Refuse(Binding* b, int64_t run_id, Failure* failure);
   // Whether nobody reads any more what this process's ranks have posted.
   bool Drained();
+  // Frees the windows whose readers are through.  No operation is under way.
+  void GiveWindowsBack();
 
  private:
   World* world_;
@@ -121,6 +123,8 @@ bool ReaderDone(const Comm& comm, Control* control, int slot, uint64_t gen,
 bool Drained(const RankState& rank, int slot);
 // Whether everybody is through with the operation of generation `gen`.
 bool SlotOver(RankState* rank, int slot, uint64_t gen);
+// Frees the window of a slot, if it has one that nobody reads any more.
+void DropWindow(RankState* rank, int slot);
 // Copies to the arena what peers could not read where it lies.
 void StageOutsiders(Op* op);
 bool TryClaim(Op* op);

@@ -1,4 +1,5 @@
 // Posting, finding the peers' posts, running a stage.
+#include "engine/fault.h"
 #include "engine/kernels.h"
 #include "engine/op.h"
 
@@ -209,6 +210,7 @@ void RunStage(const Op& op, const Stage& stage) {
     int copies = 1;
     for (const Addr& a : r.copies) dsts[copies++] = store(a);
     ReduceToAll(srcs, n, dsts, copies, r.count, r.dtype, r.op);
+    if (copies > 1) MaybeFault(FaultPoint::kMidStores);
   }
 }
 
