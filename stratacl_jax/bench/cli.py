@@ -168,7 +168,7 @@ def bench(
                 out = stack.enter_context(open(json_path, "w", buffering=1))
             except OSError as error:
                 raise click.UsageError(f"--json: {error}") from None
-        turns = len(plan) * (1 + len(options.peers)) * (1 + rounds)
+        turns = len(plan) * (1 + len(options.peers)) * (2 + rounds)
         for line in report.preamble(options, cpus.affinity_cpus()):
             click.echo(line)
         echo, on_turn = stack.enter_context(_progress(turns))
