@@ -90,7 +90,7 @@ void Equal(const A& a, const B& b, const char* text, const char* file,
 // thread raises, and the handler may do what it likes.
 extern "C" inline __attribute__((used, visibility("default"))) const char*
 __tsan_default_options() {
-  return "halt_on_error=1:report_signal_unsafe=0";
+  return "halt_on_error=1:report_signal_unsafe=0:allocator_may_return_null=1";
 }
 #endif
 

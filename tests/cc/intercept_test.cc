@@ -29,11 +29,12 @@ void StandInFreeByPointer(void* p);
 void* StandInReallocByPointer(void* p, size_t size);
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__)
 // Impossible requests are errors of the caller and not of the test.
-#define OPTIONS extern "C" __attribute__((visibility("default"))) const char*
-OPTIONS __asan_default_options() { return "allocator_may_return_null=1"; }
-OPTIONS __tsan_default_options() { return "allocator_may_return_null=1"; }
+extern "C" __attribute__((visibility("default"))) const char*
+__asan_default_options() {
+  return "allocator_may_return_null=1";
+}
 #endif
 
 namespace strata {
