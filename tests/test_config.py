@@ -20,7 +20,7 @@ def test_defaults_and_types():
     assert config.spin_us == -1
     assert config.inplace_us == 300
     assert config.arena_span == 64 << 30
-    assert config.registration == "staged"
+    assert config.registration == "on_allocation"
     assert config.algorithm == "auto"
     assert config.debug == "warn" and config.debug_subsys == ""
 

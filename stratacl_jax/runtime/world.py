@@ -220,12 +220,13 @@ def initialize(*, timeout: float | None = None) -> None:
             _secure_launch_pool()
             _attempts += 1
             fabric = _bootstrap(native, process, processes, len(devices))
-            _arm(native)
+            armed = _arm(native)
             native.start(
                 [(d.process_index, d.id) for d in devices], fabric["divergent"]
             )
             _register(native)
-            _probe(native)
+            if armed:
+                _probe(native)
             if not _watches_forks:
                 os.register_at_fork(after_in_child=_after_fork)
                 _watches_forks = True
@@ -242,22 +243,21 @@ def initialize(*, timeout: float | None = None) -> None:
         }
 
 
-def _arm(native: Any) -> None:
-    """Makes the arena the source of XLA's memory, if that is wanted."""
+def _arm(native: Any) -> bool:
+    """Makes the arena the source of XLA's memory, if that is wanted and possible."""
     if config.registration == "staged":
-        return
+        return False
     why = native.arm(config.eager_bytes, config.arena_limit)
     if why:
         say_once(
             f"XLA's memory cannot be shared ({why}); large operands are copied to "
             "shared memory first, which is correct and slower"
         )
+    return not why
 
 
 def _probe(native: Any) -> None:
-    """Looks whether XLA's memory does come from the arena."""
-    if config.registration == "staged":
-        return
+    """Looks whether XLA's memory does come from the arena, now that it should."""
     import jax
     import numpy as np
 
@@ -265,7 +265,9 @@ def _probe(native: Any) -> None:
     # Not aligned: JAX must copy it into memory of its own.
     unaligned = np.zeros(size + 1, np.uint8)[1:]
     array = jax.device_put(unaligned, jax.local_devices(backend="cpu")[0])
-    if not native.in_arena(array.unsafe_buffer_pointer(), size):
+    # Unless the limit is too small for even that.
+    refused = native.ledger()["fallback_bytes"] > 0
+    if not refused and not native.in_arena(array.unsafe_buffer_pointer(), size):
         say_once(
             "XLA's memory does not come from the arena although jaxlib was "
             "prepared; large operands are copied to shared memory first, which is "

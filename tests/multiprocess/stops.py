@@ -157,8 +157,11 @@ def past_one_way(number: int, columns: int) -> None:
         _native.set_fault(MID_STAGES, STRIKES_AT, signal.SIGSTOP)
     meet(f"{number}.start")
     done, error = 0, ""
-    # Four posts may await their reader. Rank 2 meets nobody and makes all calls.
-    while done < STRIKES_AT + 5:
+    # Four posts may await their reader, if the operand is in the post; what is read
+    # where XLA has it is waited for. Rank 2 meets nobody and makes all calls.
+    direct = columns != SMALL and scl.config.registration != "staged"
+    succeed = STRIKES_AT if direct else STRIKES_AT + 4
+    while done <= succeed:
         expected = np.zeros_like(x)
         expected[1] = x[0] + done
         result, error = attempt(lambda: f(scatter(x + done, MESH)))
@@ -167,11 +170,11 @@ def past_one_way(number: int, columns: int) -> None:
         check(result, expected, f"call {done}")
         done += 1
     if ME == 2:
-        assert done == STRIKES_AT + 5, error
+        assert done == succeed + 1, error
         BOARD.read(f"{number}.raised.0")
         os.kill(PIDS[1], signal.SIGCONT)
     else:
-        assert done == STRIKES_AT + 4, f"{done} calls succeeded"
+        assert done == succeed, f"{done} calls succeeded"
         must_contain(error, "DeadlineExceeded: ", name_of(1), "ppermute", "launch")
     BOARD.post(f"{number}.raised.{ME}", error)
     meet(f"{number}.resumed")
