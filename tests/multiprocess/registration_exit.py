@@ -28,7 +28,7 @@ from stratacl_jax import _native
 RUNS, NAP_S = int(sys.argv[1]), float(sys.argv[2])
 STOP = len(sys.argv) > 3
 # After the post, before the last stage: where a peer has yet to read.
-AFTER_POST, MID_STAGES, MID_STORES = 2, 3, 7
+AFTER_POST, MID_STAGES, MID_STORES = 2, 3, 8
 COLUMNS = 100_003
 
 scl.initialize()

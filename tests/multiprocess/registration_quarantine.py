@@ -22,7 +22,7 @@ from registration_memory import in_arena, place, pointer
 import stratacl_jax as scl
 from stratacl_jax import _native
 
-BEFORE_POST, AFTER_POST, MID_STORES = 1, 2, 7
+BEFORE_POST, AFTER_POST, MID_STORES = 1, 2, 8
 # Three parts, each stored by itself: two when the process is stopped are missing.
 SIZES = (150_001, 220_003, 90_007)
 RESULT_BYTES = 4 * sum(SIZES)
