@@ -186,11 +186,22 @@ void Arena::Detach(bool unread) {
   // go with its mapping.
   if (!unread) return;
   Writable(process_, 0)->left.store(1, std::memory_order_release);
-  if (memfd_ >= 0) {
-    constexpr size_t kKept = 4096;  // says so
-    static_assert(offsetof(Control, left) < kKept);
-    fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kKept,
-              static_cast<off_t>(heap_offset_ - kKept));
+  // The first page says so, and the launches that ended here in an error still
+  // have to be found by peers; posts and payloads do not.
+  constexpr size_t kPage = 4096;
+  static_assert(offsetof(Control, left) < kPage);
+  constexpr size_t kSlotsBegin = RoundUp(offsetof(Control, slots), kPage);
+  constexpr size_t kSlotsEnd = offsetof(Control, comms) / kPage * kPage;
+  constexpr size_t kRestBegin = RoundUp(offsetof(Control, more_acks), kPage);
+  for (size_t rank = 0; memfd_ >= 0 && rank < kMaxLocalRanks; ++rank) {
+    const size_t at = rank * geometry_.control_bytes;
+    const auto punch = [&](size_t begin, size_t end) {
+      fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                static_cast<off_t>(at + begin),
+                static_cast<off_t>(end - begin));
+    };
+    punch(kSlotsBegin, kSlotsEnd);
+    punch(kRestBegin, geometry_.control_bytes);
   }
   Trim(0, span_);
 }
