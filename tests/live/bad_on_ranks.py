@@ -311,7 +311,7 @@ def settings_that_differ() -> str:
 
 
 def groups_that_differ() -> list[str]:
-    """Processes group the ranks in other ways: nobody of them can succeed."""
+    """Processes group the ranks in other ways."""
     on = sheet.mesh()
     odd = jax.process_index() % 2 == 1
     pairs = [[0, 2], [1, 3]] if odd else [[0, 1], [2, 3]]
