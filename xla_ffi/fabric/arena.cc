@@ -183,7 +183,7 @@ void Arena::Detach() {
     alias = nullptr;
   }
   // Not the posting tables: what was posted still serves peers that come later.
-  Trim(0, span_);
+  Trim(0, span_, /*beyond=*/true);
 }
 
 void Arena::Attach(int p, int fd) {
@@ -287,10 +287,10 @@ void Arena::Punch(size_t offset, size_t bytes) {
   }
 }
 
-size_t Arena::Trim(size_t keep, size_t upto) {
+size_t Arena::Trim(size_t keep, size_t upto, bool beyond) {
   // Taken out of the allocator while its pages go, so that nobody gets it.
   size_t end;
-  const size_t begin = allocator_->TakeTail(keep, upto, &end);
+  const size_t begin = allocator_->TakeTail(keep, upto, beyond, &end);
   if (begin == Allocator::kFull) return begin;
   Punch(begin, end - begin);
   allocator_->Free(begin);
