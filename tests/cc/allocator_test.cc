@@ -130,16 +130,18 @@ TEST(TheTailIsTakenAndComesBack) {
         const size_t keep = random.Below(high + 40 * kGranule);
         const size_t upto = random.Below(total + 40 * kGranule);
         size_t end = 0;
-        taken = allocator.TakeTail(keep, upto, &end);
+        const bool beyond = random.OneIn(3);
+        taken = allocator.TakeTail(keep, upto, beyond, &end);
         // There is one whenever something free lies past `keep`.
-        CHECK_EQ(taken == Allocator::kFull,
-                 std::max(keep, model.end()) > high - kGranule || high == 0);
+        const size_t last =
+            std::max(high, std::min(total, upto / kGranule * kGranule));
+        const size_t first =
+            std::max((keep + kGranule - 1) / kGranule * kGranule, model.end());
+        CHECK_EQ(taken == Allocator::kFull, first >= (beyond ? last : high));
         if (taken == Allocator::kFull) continue;
         ++tails;
-        CHECK((taken >= keep && taken < keep + kGranule) ||
-              taken == model.end());
-        CHECK_EQ(end,
-                 std::max(high, std::min(total, upto / kGranule * kGranule)));
+        CHECK_EQ(taken, first);
+        CHECK_EQ(end, last);
         CHECK_EQ(allocator.SizeOf(taken), end - taken);
         CHECK_EQ(allocator.high_water(), high);
         model.Add(taken, end - taken);
@@ -170,9 +172,9 @@ TEST(TheTailIsTakenAndComesBack) {
     allocator.LowerHighWater(0);
     CHECK_EQ(allocator.high_water(), 0u);
     size_t end = 0;
-    CHECK_EQ(allocator.TakeTail(0, total, &end), Allocator::kFull);
+    CHECK_EQ(allocator.TakeTail(0, total, false, &end), Allocator::kFull);
     CHECK_EQ(allocator.Allocate(total / 2), 0u);
-    CHECK_EQ(allocator.TakeTail(0, total, &end), Allocator::kFull);
+    CHECK_EQ(allocator.TakeTail(0, total, false, &end), Allocator::kFull);
   }
 }
 
@@ -188,7 +190,7 @@ TEST(NothingComesFromAClosedOne) {
   CHECK(allocator.Close());
   CHECK_EQ(allocator.Allocate(kGranule), Allocator::kFull);
   size_t end = 0;
-  CHECK_EQ(allocator.TakeTail(0, 0, &end), Allocator::kFull);
+  CHECK_EQ(allocator.TakeTail(0, 0, true, &end), Allocator::kFull);
   allocator.CheckInvariants();
 }
 

@@ -160,6 +160,12 @@ class Computer:
             array, x = self._handed.get()
             same(array, x, "handed over")
 
+    def rest(self) -> None:
+        self.drop()
+        if LONG:  # more than the arena keeps when it is free
+            x = np.ones(80 << 20, np.float32)
+            jax.block_until_ready(jax.device_put(copied(x), jax.local_devices()[0]))
+
 
 class Launcher:
     """The collectives: the same ones on all ranks, of sizes that chance chose."""
@@ -257,7 +263,7 @@ def main() -> None:
         maker = Maker(SEED * 100 + 10 * ME + k, handed)
         crew.start(f"maker {k}", maker.step, maker.drop)
     computer = Computer(SEED * 100 + 10 * ME + 5, handed)
-    crew.start("computer", computer.step, computer.drop)
+    crew.start("computer", computer.step, computer.rest)
     steps = 0
     try:
         steps = agreement.launch(launcher)

@@ -188,17 +188,18 @@ size_t Allocator::Allocate(size_t bytes, size_t alignment) {
   return size_t{blocks_[b].start} * kGranule;
 }
 
-size_t Allocator::TakeTail(size_t keep, size_t upto, size_t* end) {
+size_t Allocator::TakeTail(size_t keep, size_t upto, bool beyond, size_t* end) {
   Guard guard(lock_);
   if (closed_ || granules_ == 0) return kFull;
   const size_t high = high_.load(std::memory_order_relaxed) / kGranule;
+  const size_t last =
+      std::min<size_t>(granules_, std::max(high, upto / kGranule));
   const uint32_t b = last_;
   const size_t first =
       std::max<size_t>((keep + kGranule - 1) / kGranule, blocks_[b].start);
-  if (!blocks_[b].free || first >= high) return kFull;
+  if (!blocks_[b].free || first >= (beyond ? last : high)) return kFull;
   const uint32_t from = static_cast<uint32_t>(first);
-  const uint32_t to = static_cast<uint32_t>(
-      std::min<size_t>(granules_, std::max(high, upto / kGranule)));
+  const uint32_t to = static_cast<uint32_t>(last);
   Remove(b);
   uint32_t tail = b;
   if (from > blocks_[b].start) {

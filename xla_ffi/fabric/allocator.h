@@ -31,8 +31,9 @@ class Allocator {
 
   // Takes the free end of the range, from `keep` or from where it begins,
   // whichever is later, up to the high-water mark or `upto`, whichever is
-  // later; kFull if there is none below the mark.  *end: where it ends.
-  size_t TakeTail(size_t keep, size_t upto, size_t* end);
+  // later; kFull if there is none, or (unless `beyond`) none below the mark.
+  // *end: where it ends.
+  size_t TakeTail(size_t keep, size_t upto, bool beyond, size_t* end);
   // After Free of a tail: nothing past `offset` holds memory.
   void LowerHighWater(size_t offset);
 

@@ -203,7 +203,7 @@ void Arena::Detach(bool unread) {
     punch(kSlotsBegin, kSlotsEnd);
     punch(kRestBegin, geometry_.control_bytes);
   }
-  Trim(0, span_);
+  Trim(0, span_, /*beyond=*/true);
 }
 
 void Arena::Attach(int p, int fd) {
@@ -307,10 +307,10 @@ void Arena::Punch(size_t offset, size_t bytes) {
   }
 }
 
-size_t Arena::Trim(size_t keep, size_t upto) {
+size_t Arena::Trim(size_t keep, size_t upto, bool beyond) {
   // Taken out of the allocator while its pages go, so that nobody gets it.
   size_t end;
-  const size_t begin = allocator_->TakeTail(keep, upto, &end);
+  const size_t begin = allocator_->TakeTail(keep, upto, beyond, &end);
   if (begin == Allocator::kFull) return begin;
   Punch(begin, end - begin);
   allocator_->Free(begin);

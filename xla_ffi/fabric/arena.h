@@ -92,9 +92,10 @@ class Arena {
   // in the heap: of the own one, present and huge; of a peer's, mapped here.
   void Warm(size_t begin, size_t end);
   void Populate(int p, size_t begin, size_t end);
-  // If the heap was used past `keep` and is free there: gives the memory from
-  // there up to `upto` back and returns where that begins, else kFull.
-  size_t Trim(size_t keep, size_t upto);
+  // If the heap was used past `keep` (or, if `beyond`, in any case) and is free
+  // there: gives the memory from there up to `upto` back and returns where that
+  // begins, else kFull.
+  size_t Trim(size_t keep, size_t upto, bool beyond = false);
 
   // The fabric is left: peers are unmapped, own blocks stay where they are.
   // `unread`: no peer reads this memory any more, so that unused pages can go.
