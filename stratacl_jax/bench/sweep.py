@@ -24,10 +24,10 @@ _START_S = 120.0
 _COPY_S = 0.02  # of copying memory, in each round
 # Below, the call of the copy costs more than the copy.
 _COPY_BYTES = 64 << 10
-_LEAST_ROUNDS = 2  # even where the time is up
+_LEAST_ROUNDS = 3  # even where the time is up
 # Untimed programs before the first round: memory that is new to a process must
 # be faulted in, and ours is registered with the peers meanwhile.
-_WARM_PROGRAMS, _WARM_S = 12, 3.0
+_WARM_PROGRAMS, _WARM_S = 12, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Options:
       rounds: how often each implementation takes its turn.
       iterations: timed programs in a turn; None fits them to `turn_s`.
       turn_s: about how long a turn lasts, seconds.
-      case_s: no further round starts when a case has taken this long, seconds.
+      case_s: no further round of a case starts after this time, seconds.
       timeout_s: deadline of one request to one implementation, seconds.
     """
 
@@ -51,7 +51,7 @@ class Options:
     rounds: int = 5
     iterations: int | None = None
     turn_s: float = 0.1
-    case_s: float = 12.0
+    case_s: float = 8.0
     timeout_s: float = 120.0
 
 
@@ -177,11 +177,11 @@ class Sweep:
 
     def _measure(self, case: cases.Case, on_turn: Callable[[str], None]) -> list[Cell]:
         options = self._options
-        end = time.monotonic() + options.case_s
         wrong: dict[str, int] = dict.fromkeys(self._sets, 0)
         times: dict[str, list[float]] = {impl: [] for impl in self._sets}
         iterations: dict[str, int] = {}
-        warm = dict.fromkeys(self._sets, _WARM_PROGRAMS)
+        most = min(_WARM_PROGRAMS, options.iterations or _WARM_PROGRAMS)
+        warm = dict.fromkeys(self._sets, most)
         copies: list[float] = []
         ledger: Counter[str] = Counter()
         for impl in self._sets:
@@ -196,6 +196,7 @@ class Sweep:
         for impl in self._sets:
             on_turn(f"{case.op} {case.bytes} B: warm {impl} up")
             self._call(impl, "run", iterations=warm[impl], discard=0)
+        end = time.monotonic() + options.case_s
         for done in range(options.rounds):
             if done >= _LEAST_ROUNDS and time.monotonic() > end:
                 break
