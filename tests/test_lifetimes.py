@@ -19,9 +19,13 @@ def test_arrays(processes, devices):
     all_ok(result, 12, processes)
 
 
-@pytest.mark.parametrize("processes, cases", [(2, 4), (1, 3)])
-def test_leaving_and_joining_again(tmp_path, processes, cases):
-    result = run("lifetimes_restart.py", "restart", tmp_path, processes=processes)
+@pytest.mark.parametrize("processes, devices, cases", [(2, 1, 4), (1, 2, 3)])
+def test_leaving_and_joining_again(tmp_path, processes, devices, cases):
+    result = run(
+        *("lifetimes_restart.py", "restart", tmp_path),
+        processes=processes,
+        devices=devices,
+    )
     all_ok(result, cases, processes)
 
 

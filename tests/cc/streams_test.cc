@@ -35,8 +35,8 @@ TEST(StreamCopies) {
 
 // Sizes below, at and above the one from which stores go past the caches.
 TEST(EveryDestinationGetsTheSum) {
-  constexpr int64_t kCounts[] = {0,      1,      4095,       4097,
-                                 100003, 524288, 524288 + 1, 700001};
+  constexpr int64_t kCounts[] = {
+      0, 1, 4095, 4097, 100003, kStreamFrom / 4, kStreamFrom / 4 + 1, 2500001};
   for (int64_t count : kCounts) {
     for (int n : {1, 2, 5}) {
       const size_t bytes = static_cast<size_t>(count) * 4;
@@ -66,7 +66,7 @@ TEST(EveryDestinationGetsTheSum) {
 }
 
 TEST(InPlace) {
-  for (int64_t count : {1000, 600000}) {
+  for (int64_t count : {1000, 2200000}) {
     Bytes a = Noise(static_cast<size_t>(count) * 4, 1);
     const Bytes b = Noise(a.size(), 2);
     Bytes other(a.size()), want(a.size());

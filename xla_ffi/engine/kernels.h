@@ -43,7 +43,7 @@ void CopyBytes(void* dst, const void* src, size_t bytes);
 void StreamBytes(void* dst, const void* src, size_t bytes);
 // Results from this size on are streamed.  (The C library's memcpy streams from
 // a share of the last cache on, which virtual machines report as the host's.)
-inline constexpr int64_t kStreamFrom = int64_t{2} << 20;
+inline constexpr int64_t kStreamFrom = int64_t{8} << 20;
 // The one of the two that suits a result of this size.
 void CopyResult(void* dst, const void* src, size_t bytes);
 void ZeroBytes(void* dst, size_t bytes);
